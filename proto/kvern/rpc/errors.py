@@ -89,7 +89,8 @@ def invalid(field: str, message: str, *, value: object = "", limit: object = "")
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> KvernError:
     """The KvernError that a peer sent, or one made of the bare status of a peer that is away."""
-    for key, value in error.trailing_metadata() or ():
+    trailer: Any = error.trailing_metadata()
+    for key, value in trailer or ():
         if key == ERROR_TRAILER and isinstance(value, bytes):
             return KvernError.from_pb(error_pb2.Error.FromString(value))
     by_status = {status: code for code, status in reversed(_STATUS.items())}

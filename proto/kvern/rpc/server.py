@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvern.rpc.channel import MAX_MESSAGE_BYTES
@@ -37,7 +38,7 @@ class Server:
     def __init__(self, service_names: Sequence[str], options: Sequence[tuple[str, int]] = ()) -> None:
         self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[*SERVER_OPTIONS, *options])
         self._names = ["", *service_names]
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection(
             [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc

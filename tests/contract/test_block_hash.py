@@ -1,0 +1,38 @@
+"""Block hashes equal the published values of vLLM's `sha256_cbor` and chain as they should."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvern import block_hash
+
+FIRST = "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749"
+SECOND = "c300ec275d7bf08af8fc63e76cdc0086911bbc7091e03c5cf892553bef84ef0c"
+SALTED = "67e9f72522b34138a0f4be0e3a68d9d49b1e50aea0af7762f6170ad7eebbdeaf"
+
+
+def test_golden_values():
+    root = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0"
+    assert root == block_hash.ROOT_HASH.hex()
+    assert [h.hex() for h in block_hash.hash_prompt(list(range(32)), 16)] == [FIRST, SECOND]
+    assert block_hash.hash_prompt(list(range(16)), 16, cache_salt="s")[0].hex() == SALTED
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=70), st.sampled_from([1, 4, 16]))
+def test_only_full_blocks_are_hashed_and_prefixes_agree(token_ids, block_size):
+    hashes = block_hash.hash_prompt(token_ids, block_size)
+    assert len(hashes) == len(token_ids) // block_size
+    half = block_hash.hash_prompt(token_ids[: len(token_ids) // 2], block_size)
+    assert hashes[: len(half)] == half
+    assert block_hash.split_hashes(block_hash.join_hashes(hashes)) == hashes
+
+
+def test_a_salt_changes_every_block_after_it():
+    plain = block_hash.hash_prompt(list(range(48)), 16)
+    salted = block_hash.hash_prompt(list(range(48)), 16, cache_salt="tenant")
+    assert not set(plain) & set(salted)
+
+
+def test_a_torn_hash_list_is_refused():
+    with pytest.raises(ValueError, match="33 bytes"):
+        block_hash.split_hashes(b"x" * 33)

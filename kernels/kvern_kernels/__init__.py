@@ -1,0 +1,49 @@
+"""Kvern's compute ops: pure functions on tensors, each served by the best backend of this machine.
+
+`import kvern_kernels as kernels` is cheap: torch and the compiled library load when an op is first
+used. The backend of each op is chosen then and logged once (see `dispatch`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvern_kernels.dispatch import select as select
+    from kvern_kernels.reference import PackedLinear as PackedLinear
+    from kvern_kernels.reference import add_rms_norm as add_rms_norm
+    from kvern_kernels.reference import copy_blocks as copy_blocks
+    from kvern_kernels.reference import gelu_and_mul as gelu_and_mul
+    from kvern_kernels.reference import linear as linear
+    from kvern_kernels.reference import new_kv_cache as new_kv_cache
+    from kvern_kernels.reference import pack_linear as pack_linear
+    from kvern_kernels.reference import paged_attention as paged_attention
+    from kvern_kernels.reference import rms_norm as rms_norm
+    from kvern_kernels.reference import rope_and_store as rope_and_store
+    from kvern_kernels.reference import silu_and_mul as silu_and_mul
+
+OPS = (
+    "pack_linear",
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "rope_and_store",
+    "paged_attention",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "copy_blocks",
+    "new_kv_cache",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve an op at its first use; afterwards it is an ordinary module attribute."""
+    if name not in OPS and name not in ("PackedLinear", "select"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvern_kernels import dispatch
+
+    if name == "select":
+        return dispatch.select
+    value = dispatch.resolve(name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,184 @@
+"""What every op means, in plain torch: float32 arithmetic, the result in the input's dtype.
+
+It is the oracle of the tests and the fallback where no faster backend serves. It is written to be
+read, not to be fast. Shapes: T tokens of a step, S sequences, Hq query and Hkv key/value heads,
+D head size, I the inner width of an MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer as it came: `weight` [N, K], `bias` [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weight.nbytes + bias
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Keep `weight` [N, K] and `bias` [N] for `linear`."""
+    return PackedLinear(weight, bias)
+
+
+def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    """x [T, K] → x·Wᵀ + b, [T, N], in x's dtype."""
+    bias = None if packed.bias is None else packed.bias.float()
+    return F.linear(x.float(), packed.weight.float(), bias).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] divided by its root mean square over D, times weight [D]."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), both [T, D] in x's dtype; inputs stay as they are."""
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x [T, H, D] (float32): pairs (i, i + R/2), or (2i, 2i + 1) if interleaved."""
+    rotary = cos_sin.shape[1]
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    turned, rest = x[..., :rotary], x[..., rotary:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned, rest), -1)
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] (after an RMS norm over D where a weight [D] is given),
+    write k and v at their slots (block * block_size + offset; -1 is skipped), return the rotated q.
+
+    `cos_sin` [max_positions, R] float32: the first half of a row is cosines, the second sines; R ≤ D.
+    """
+    wide_q = q.float() if q_norm is None else rms_norm(q.float(), q_norm, eps)
+    wide_k = k.float() if k_norm is None else rms_norm(k.float(), k_norm, eps)
+    wide_q = rotate(wide_q, positions, cos_sin, interleaved)
+    wide_k = rotate(wide_k, positions, cos_sin, interleaved)
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_size = k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = wide_k[kept].to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+    return wide_q.to(q.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over the paged cache → [T, Hq, D].
+
+    Sequence s owns query rows query_start[s] … query_start[s+1] (int32 [S+1]); they are the last of its
+    seq_lens[s] keys (int32 [S]), which lie in blocks block_tables[s] (int32 [S, max_blocks]). A query
+    sees `window` keys including its own (0: all before it). `softcap` c > 0 makes scores c·tanh(s/c).
+    """
+    out = torch.empty_like(q)
+    block_size, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    group = q.shape[1] // kv_heads
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for s, length in enumerate(lengths):
+        rows = slice(starts[s], starts[s + 1])
+        count = rows.stop - rows.start
+        if count == 0:
+            continue
+        blocks = block_tables[s, : -(-length // block_size)].long()
+        keys, values = (
+            cache[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+            for cache in (k_cache, v_cache)
+        )  # [Hkv, length, D]
+        queries = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, group))
+        scores = torch.einsum("hgqd,hkd->hgqk", queries, keys) * scale
+        if softcap > 0:
+            scores = torch.tanh(scores / softcap) * softcap
+        key_at = torch.arange(length)
+        query_at = torch.arange(length - count, length).unsqueeze(1)
+        seen = key_at <= query_at
+        if window > 0:
+            seen &= key_at > query_at - window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        mixed = torch.einsum("hgqk,hkd->hgqd", weights, values)
+        out[rows] = mixed.flatten(0, 1).transpose(0, 1).to(q.dtype)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2I] → silu(x[:, :I]) · x[:, I:], [T, I]."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2I] → gelu(x[:, :I]) · x[:, I:], [T, I], with the tanh form of GELU (Gemma's)."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy block sources[i] onto targets[i] (int64 [n]); all sources are read before any is written."""
+    k_cache[targets] = k_cache[sources]
+    v_cache[targets] = v_cache[sources]
+
+
+def new_kv_cache(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Zeroed (keys, values), each of shape [num_blocks, Hkv, block_size, D].
+
+    Keys lie transposed in memory, [num_blocks, Hkv, D, block_size], so that a vector register holds one
+    component of many keys; the tensor is a view with the usual shape.
+    """
+    keys = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype)
+    values = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype)
+    return keys.transpose(2, 3), values

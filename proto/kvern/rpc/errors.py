@@ -30,6 +30,7 @@ _STATUS = {
     error_pb2.ERROR_CODE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     error_pb2.ERROR_CODE_UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     error_pb2.ERROR_CODE_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    error_pb2.ERROR_CODE_FENCED: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvern/v1/error.proto\x12\x08kvern.v1\"\x80\x01\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.kvern.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\r\n\x05limit\x18\x05 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x06 \x01(\r*\xba\x03\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x04\x12 \n\x1c\x45RROR_CODE_REQUEST_NOT_FOUND\x10\x05\x12\"\n\x1e\x45RROR_CODE_REQUEST_ID_CONFLICT\x10\x06\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\t\x12\x1c\n\x18\x45RROR_CODE_UNIMPLEMENTED\x10\n\x12\x18\n\x14\x45RROR_CODE_NUMERICAL\x10\x0b\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0c\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvern/v1/error.proto\x12\x08kvern.v1\"\x80\x01\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.kvern.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\r\n\x05limit\x18\x05 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x06 \x01(\r*\xd1\x03\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x04\x12 \n\x1c\x45RROR_CODE_REQUEST_NOT_FOUND\x10\x05\x12\"\n\x1e\x45RROR_CODE_REQUEST_ID_CONFLICT\x10\x06\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\t\x12\x1c\n\x18\x45RROR_CODE_UNIMPLEMENTED\x10\n\x12\x18\n\x14\x45RROR_CODE_NUMERICAL\x10\x0b\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0c\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\r\x12\x15\n\x11\x45RROR_CODE_FENCED\x10\x0e\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.error_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORCODE']._serialized_start=166
-  _globals['_ERRORCODE']._serialized_end=608
+  _globals['_ERRORCODE']._serialized_end=631
   _globals['_ERROR']._serialized_start=35
   _globals['_ERROR']._serialized_end=163
 # @@protoc_insertion_point(module_scope)

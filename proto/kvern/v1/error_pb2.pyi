@@ -44,6 +44,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The model produced NaN or infinite logits for this sequence."""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 12
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 13
+    ERROR_CODE_FENCED: _ErrorCode.ValueType  # 14
+    """A leader with a higher epoch is known: the sender leads no longer."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -68,6 +70,8 @@ ERROR_CODE_NUMERICAL: ErrorCode.ValueType  # 11
 """The model produced NaN or infinite logits for this sequence."""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 12
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 13
+ERROR_CODE_FENCED: ErrorCode.ValueType  # 14
+"""A leader with a higher epoch is known: the sender leads no longer."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

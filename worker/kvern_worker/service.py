@@ -1,0 +1,464 @@
+"""The WorkerService over any executor: ordering, epoch fencing, heartbeats, errors that kill no process.
+
+::
+
+    reader (event loop) ──plans──▶ executor (inline, or its one compute thread) ──results──▶ writer (event loop)
+
+An executor only computes. It never sees a stream, an epoch or a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+from kvern.rpc.errors import KvernError, invalid
+from kvern.rpc.packing import pack_u32, unpack_u32
+from kvern.rpc.server import Server, stop_on_signals
+from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc
+
+SERVICE_NAME = "kvern.v1.WorkerService"
+HEARTBEAT_S = 0.25
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """One rank's model. ``run`` is called in order of step, always from one thread."""
+
+    inline: bool
+    """True: run() takes microseconds, and is called in the event loop."""
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        """model, num_blocks, block_size, bytes_per_block, max_num_seqs, max_num_batched_tokens, device."""
+        ...
+
+    def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        """Runs one step. A :class:`KvernError` means that the plan is malformed and ends the stream; any other
+        exception fails the sequences of the step, and only those."""
+        ...
+
+    def generations(self) -> npt.NDArray[np.uint32]:
+        """The generation that each block holds, [num_blocks]; 0 when never handed out."""
+        ...
+
+    def reset(self) -> None:
+        """A new leader's stream: drop the batch, keep the KV blocks and their generations."""
+        ...
+
+
+class Progress:
+    """How far loading is. Written by the loading thread, read by Describe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.loaded_bytes = 0
+        self.total_bytes = 0
+        self.phase: worker_pb2.WorkerPhase.ValueType = worker_pb2.WORKER_PHASE_STARTING
+        self.error: KvernError | None = None
+
+    def start(self, total_bytes: int) -> None:
+        """Loading begins, of ``total_bytes`` in all."""
+        with self._lock:
+            self.total_bytes = total_bytes
+            self.phase = worker_pb2.WORKER_PHASE_LOADING
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.loaded_bytes += num_bytes
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.phase = worker_pb2.WORKER_PHASE_FAILED
+            self.error = (
+                error
+                if isinstance(error, KvernError)
+                else KvernError(error_pb2.ERROR_CODE_INTERNAL, f"loading failed: {error}")
+            )
+
+    def ready(self) -> None:
+        with self._lock:
+            self.phase = worker_pb2.WORKER_PHASE_READY
+
+
+def check_plan(plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int) -> None:
+    """Raises INVALID_ARGUMENT where an array is ragged, or names a slot or block that does not exist."""
+    for slots_field, others in (
+        ("append_slots", ("append_blocks", "append_generations")),
+        ("copy_sources", ("copy_targets",)),
+        ("prefill_slots", ("prefill_lengths",)),
+    ):
+        size = len(getattr(plan, slots_field))
+        for other in others:
+            if len(getattr(plan, other)) != size:
+                raise invalid(other, f"step {plan.step}: {other} and {slots_field} differ in length")
+    for field, limit in (
+        ("released_slots", max_num_seqs),
+        ("append_slots", max_num_seqs),
+        ("append_blocks", num_blocks),
+        ("copy_sources", num_blocks),
+        ("copy_targets", num_blocks),
+        ("prefill_slots", max_num_seqs),
+        ("decode_slots", max_num_seqs),
+    ):
+        packed = getattr(plan, field)
+        if packed:
+            _check_below(plan, field, packed, limit)
+    for new in plan.new_sequences:
+        if new.slot >= max_num_seqs:
+            raise invalid("slot", f"step {plan.step}: slot {new.slot} is not below {max_num_seqs}")
+        if len(new.block_ids) != len(new.block_generations):
+            raise invalid("block_ids", f"step {plan.step}: block_ids and block_generations differ in length")
+        if len(new.token_ids) % 4 or not new.token_ids:
+            raise invalid("token_ids", f"step {plan.step}: token_ids are empty or ragged")
+        if new.block_ids:
+            _check_below(plan, "block_ids", new.block_ids, num_blocks)
+
+
+def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: int) -> None:
+    if len(packed) % 4:
+        raise invalid(field, f"step {plan.step}: {field} has {len(packed)} bytes, not a multiple of 4")
+    largest = int(unpack_u32(packed).max())
+    if largest >= limit:
+        raise invalid(field, f"step {plan.step}: {field} names {largest}", value=largest, limit=limit - 1)
+
+
+def failed_step(plan: worker_pb2.StepPlan, error: BaseException) -> worker_pb2.StepResult:
+    """The result of a step whose computation raised: every sequence in it failed, with INTERNAL."""
+    pb = KvernError(
+        error_pb2.ERROR_CODE_INTERNAL, f"the worker failed in this request's step: {type(error).__name__}"
+    ).to_pb()
+    slots = [*unpack_u32(plan.prefill_slots).tolist(), *unpack_u32(plan.decode_slots).tolist()]
+    return worker_pb2.StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        errors=[worker_pb2.SlotError(slot=slot, error=pb) for slot in slots],
+    )
+
+
+class ComputeThread:
+    """Runs calls one after another in one thread; each result goes to ``done`` in the event loop.
+
+    A SimpleQueue wakes the thread within tens of microseconds; a pool's future would cost twice that.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """``done`` gets the result, or the exception that ``call`` raised."""
+        self._calls.put((call, done))
+
+    def stop(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            try:
+                outcome = call()
+            except BaseException as error:
+                outcome = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the outcome
+                self._loop.call_soon_threadsafe(done, outcome)
+
+
+class _Stream:
+    """One Execute call: its place in the order of steps, and its writes."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.context = context
+        self.epoch: int | None = None
+        self.step: int | None = None
+        self.replaced = False
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outcomes: list[worker_pb2.StepResult] = []
+        self.wake = asyncio.Event()
+        self.last_write = 0.0
+        self._write_lock = asyncio.Lock()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with ``error``; the first one counts."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def write(self, results: list[worker_pb2.StepResult]) -> None:
+        async with self._write_lock:
+            self.last_write = time.monotonic()
+            await self.context.write(worker_pb2.ExecuteResponse(results=results))
+
+    async def heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if time.monotonic() - self.last_write >= HEARTBEAT_S * 0.9:
+                await self.write([])
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one executor; before :meth:`attach` it only describes how far loading is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self._progress = progress
+        self._executor: Executor | None = None
+        self._compute: ComputeThread | None = None
+        self._description = worker_pb2.DescribeResponse()
+        self._epoch = 0
+        self._step = 0
+        self._steps = 0
+        self._last_step_unix_ms = 0
+        self._owner: _Stream | None = None
+        self._streams: set[_Stream] = set()
+        self._last_done = 0.0
+
+    def attach(self, executor: Executor) -> None:
+        """Loading is over. Call in the event loop."""
+        self._description = executor.describe()
+        if not executor.inline:
+            self._compute = ComputeThread(asyncio.get_running_loop())
+        self._executor = executor
+        self._progress.ready()
+
+    def drain(self) -> None:
+        """Ends all streams with UNAVAILABLE: the scheduler takes their sequences elsewhere."""
+        for stream in self._streams:
+            stream.fail(KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, "the worker is shutting down"))
+        if self._compute is not None:
+            self._compute.stop()
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DescribeResponse:
+        response = worker_pb2.DescribeResponse()
+        response.CopyFrom(self._description)
+        progress = self._progress
+        response.phase = progress.phase
+        response.loaded_bytes = progress.loaded_bytes
+        response.total_bytes = progress.total_bytes
+        response.instance_id = self.instance_id
+        response.steps = self._steps
+        response.last_step_unix_ms = self._last_step_unix_ms
+        if progress.error is not None:
+            response.error.CopyFrom(progress.error.to_pb())
+        return response
+
+    async def GetInventory(
+        self, request: worker_pb2.GetInventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetInventoryResponse:
+        executor = self._ready_executor()
+        return worker_pb2.GetInventoryResponse(
+            instance_id=self.instance_id,
+            epoch=self._epoch,
+            step=self._step,
+            generations=pack_u32(executor.generations()),
+        )
+
+    async def Execute(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        executor = self._ready_executor()
+        stream = _Stream(context)
+        self._streams.add(stream)
+        serve = self._read_inline if executor.inline else self._read_threaded
+        tasks = [asyncio.create_task(serve(stream)), asyncio.create_task(stream.heartbeat())]
+        if not executor.inline:
+            tasks.append(asyncio.create_task(self._write_outcomes(stream)))
+        try:
+            done, _ = await asyncio.wait([*tasks, stream.failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in (*tasks, stream.failed):
+                future.cancel()
+            self._streams.discard(stream)
+            if self._owner is stream:
+                self._owner = None
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            error = task.exception()
+            # A peer that hung up is no error of ours, and there is no one left to tell.
+            if error is not None and not isinstance(error, asyncio.InvalidStateError | grpc.aio.BaseError):
+                raise error
+        if False:
+            yield  # the error interceptor wants an async generator
+
+    def _ready_executor(self) -> Executor:
+        if self._executor is None:
+            raise KvernError(
+                error_pb2.ERROR_CODE_UNAVAILABLE, "the worker is still loading", retry_after_ms=500
+            )
+        return self._executor
+
+    async def _read_inline(self, stream: _Stream) -> None:
+        assert self._executor is not None
+        while (request := await stream.context.read()) is not EOF:
+            if not request.plans:
+                continue
+            results = []
+            for plan in request.plans:
+                self._accept(stream, plan)
+                results.append(self._run(plan))
+            self._record()
+            await stream.write(results)
+
+    async def _read_threaded(self, stream: _Stream) -> None:
+        assert self._compute is not None
+        while (request := await stream.context.read()) is not EOF:
+            for plan in request.plans:
+                self._accept(stream, plan)
+                self._compute.submit(partial(self._run, plan), partial(self._deliver, stream))
+
+    def _deliver(self, stream: _Stream, outcome: worker_pb2.StepResult | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            stream.fail(outcome)
+            return
+        self._record()
+        stream.outcomes.append(outcome)
+        stream.wake.set()
+
+    async def _write_outcomes(self, stream: _Stream) -> None:
+        while True:
+            await stream.wake.wait()
+            stream.wake.clear()
+            if stream.outcomes:
+                outcomes, stream.outcomes = stream.outcomes, []
+                await stream.write(outcomes)
+
+    def _accept(self, stream: _Stream, plan: worker_pb2.StepPlan) -> None:
+        """Fences the plan and puts the stream in possession of the batch. Raises what ends the stream."""
+        if plan.epoch < self._epoch or (stream.replaced and plan.epoch <= self._epoch):
+            raise KvernError(
+                error_pb2.ERROR_CODE_FENCED,
+                f"plan of epoch {plan.epoch} refused: this worker follows epoch {self._epoch}",
+                field="epoch",
+                value=plan.epoch,
+                limit=self._epoch,
+            )
+        if self._owner is not stream or stream.epoch != plan.epoch:
+            self._take_over(stream, plan.epoch)
+        elif plan.step != (stream.step or 0) + 1:
+            raise invalid(
+                "step",
+                f"plan of step {plan.step} came after step {stream.step}",
+                value=plan.step,
+                limit=(stream.step or 0) + 1,
+            )
+        stream.step = plan.step
+        self._step = plan.step
+        check_plan(plan, self._description.max_num_seqs, self._description.num_blocks)
+
+    def _take_over(self, stream: _Stream, epoch: int) -> None:
+        """The stream's first plan: whoever drove the batch before does so no longer."""
+        assert self._executor is not None
+        if self._owner is not None and self._owner is not stream:
+            self._owner.replaced = True
+            self._owner.fail(
+                KvernError(error_pb2.ERROR_CODE_FENCED, f"replaced by a stream of epoch {epoch}")
+            )
+        log.info("epoch %d drives this worker", epoch)
+        self._owner, stream.epoch, self._epoch = stream, epoch, epoch
+        if self._compute is None:
+            self._executor.reset()
+        else:
+            self._compute.submit(self._executor.reset, lambda _: None)
+
+    def _run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        assert self._executor is not None
+        started = time.perf_counter()
+        try:
+            result = self._executor.run(plan)
+        except KvernError:
+            raise
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            result = failed_step(plan, error)
+        if self._last_done:
+            result.wait_us = int(min(max(started - self._last_done, 0.0) * 1e6, 2**32 - 1))
+        self._last_done = time.perf_counter()
+        return result
+
+    def _record(self) -> None:
+        self._steps += 1
+        self._last_step_unix_ms = time.time_ns() // 1_000_000
+
+
+async def serve(
+    listen: str,
+    load: Callable[[Progress], Executor],
+    *,
+    grace_s: float = 5.0,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Starts gRPC at once, runs ``load`` in a thread, serves until SIGTERM or ``stop``.
+
+    Raises what ``load`` raised, two seconds after Describe began to say so, and OSError when the address is taken.
+    """
+    stop = stop or stop_on_signals()
+    progress = Progress()
+    servicer = WorkerServicer(progress)
+    server = Server([SERVICE_NAME])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+    port = await server.start(listen)
+    log.info("worker %s listens on %s (port %d)", servicer.instance_id[:8], listen, port)
+    stopping = asyncio.create_task(stop.wait())
+    loading = asyncio.create_task(_load_in_thread(load, progress))
+    try:
+        await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return  # the daemon thread dies with the process
+        try:
+            executor = await loading
+        except BaseException as error:
+            log.error("loading failed: %s", error)
+            progress.fail(error)
+            await asyncio.wait({stopping}, timeout=2.0)
+            raise
+        servicer.attach(executor)
+        await server.set_serving(True)
+        log.info("worker is ready")
+        await stopping
+    finally:
+        stopping.cancel()
+        servicer.drain()
+        await server.drain(grace_s)
+
+
+async def _load_in_thread(load: Callable[[Progress], Executor], progress: Progress) -> Executor:
+    """A daemon thread of its own: the default pool would make the process wait for it on SIGTERM."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Executor] = loop.create_future()
+
+    def settle(executor: Executor | None, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(executor)  # type: ignore[arg-type]
+
+    def run() -> None:
+        executor, failure = None, None
+        try:
+            executor = load(progress)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, executor, failure)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await future

@@ -1,0 +1,323 @@
+"""A simulated executor: numpy only, the next token a pure function of the last one, its position and the seed.
+
+It honours the contract of a real executor, so the scheduler cannot tell them apart. In strict mode it keeps a shadow
+KV cache: per block slot, a hash of the whole prefix up to the token written there. Every step then checks that each
+position it would attend to was written, by the same prefix, into the block table it was given, in the generation it
+was told. A mistake in the scheduler's block accounting becomes a :class:`ShadowError` instead of plausible output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.rpc.errors import invalid
+from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
+from kvern.v1 import model_pb2, sampling_pb2, worker_pb2
+
+I64 = npt.NDArray[np.int64]
+
+_MULTIPLIER = 6364136223846793005
+_MASK = 2**64 - 1
+
+
+class ShadowError(Exception):
+    """A plan would have read KV that is not what the sequence's tokens gave."""
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """The model and pool that are pretended."""
+
+    model_name: str = "sim"
+    vocab_size: int = 32_000
+    max_model_len: int = 8192
+    eos_token_ids: tuple[int, ...] = (2,)
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    step_us: int = 0
+    strict: bool = False
+
+
+def next_token(
+    last: npt.ArrayLike, position: npt.ArrayLike, seed: npt.ArrayLike, config: SimConfig
+) -> npt.NDArray[np.int32]:
+    """The token at ``position`` after ``last``, never an end token. All arguments have shape [n]; ``seed`` is 0 for
+    greedy sequences."""
+    x = np.asarray(last, np.uint64) * np.uint64(2_654_435_761)
+    x = x + np.asarray(position, np.uint64) * np.uint64(40_503) + np.asarray(seed, np.uint64)
+    x ^= x >> np.uint64(15)
+    x *= np.uint64(0x2C1B3C6D)
+    x ^= x >> np.uint64(13)
+    token = (x % np.uint64(config.vocab_size)).astype(np.int32)
+    for eos in sorted(config.eos_token_ids):
+        token = np.where(token == eos, (token + 1) % config.vocab_size, token).astype(np.int32)
+    return token
+
+
+def continue_greedily(token_ids: list[int], count: int, config: SimConfig, seed: int = 0) -> list[int]:
+    """What the simulated model says after ``token_ids``: the oracle of tests."""
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(int(next_token([tokens[-1]], [len(tokens)], [seed], config)[0]))
+    return tokens[len(token_ids) :]
+
+
+class SimExecutor:
+    """See the module. Slot arrays have length ``max_num_seqs``."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        self.inline = config.step_us == 0
+        self._generations = np.zeros(config.num_blocks, np.uint32)
+        slots = config.max_num_seqs
+        self._active = np.zeros(slots, bool)
+        self._last = np.zeros(slots, np.int64)
+        self._num_tokens = np.zeros(slots, np.int64)
+        self._num_computed = np.zeros(slots, np.int64)
+        self._seed = np.zeros(slots, np.uint64)
+        self._wants_logprobs = np.zeros(slots, bool)
+        self._params: dict[int, tuple[sampling_pb2.SamplingParams, npt.NDArray[np.int32], int]] = {}
+        self._shadow = _Shadow(config) if config.strict else None
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        c = self.config
+        return worker_pb2.DescribeResponse(
+            model=model_pb2.ModelInfo(
+                name=c.model_name,
+                architecture="sim",
+                dtype="float32",
+                vocab_size=c.vocab_size,
+                max_model_len=c.max_model_len,
+                eos_token_ids=c.eos_token_ids,
+                digest=hashlib.sha256(repr(c).encode()).digest(),
+            ),
+            num_blocks=c.num_blocks,
+            block_size=c.block_size,
+            bytes_per_block=4 * c.block_size,
+            max_num_seqs=c.max_num_seqs,
+            max_num_batched_tokens=c.max_num_batched_tokens,
+            device="sim",
+        )
+
+    def generations(self) -> npt.NDArray[np.uint32]:
+        return self._generations.copy()
+
+    def reset(self) -> None:
+        self._active[:] = False
+        self._params.clear()
+        if self._shadow is not None:
+            self._shadow.num_blocks[:] = 0
+
+    def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        started = time.perf_counter()
+        if plan.released_slots:
+            self._active[unpack_u32(plan.released_slots)] = False
+        for new in plan.new_sequences:
+            self._enter(new)
+        if plan.append_slots:
+            blocks, generations = unpack_u32(plan.append_blocks), unpack_u32(plan.append_generations)
+            self._generations[blocks] = generations
+            if self._shadow is not None:
+                self._shadow.append(unpack_u32(plan.append_slots), blocks, generations)
+        if self._shadow is not None and plan.copy_sources:
+            self._shadow.copy(unpack_u32(plan.copy_sources), unpack_u32(plan.copy_targets))
+        result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
+        prefilled = self._prefill(plan, result) if plan.prefill_slots else None
+        decoded = unpack_u32(plan.decode_slots)
+        if prefilled is not None:
+            decoded = np.concatenate([prefilled, decoded])
+        if decoded.size:
+            self._sample(plan, decoded, 0 if prefilled is None else prefilled.size, result)
+        self._pretend_to_work(started)
+        result.forward_us = int((time.perf_counter() - started) * 1e6)
+        return result
+
+    def _enter(self, new: worker_pb2.NewSequence) -> None:
+        slot = new.slot
+        if self._active[slot]:
+            raise invalid("slot", f"slot {slot} is taken: a sequence enters a free slot")
+        tokens = unpack_i32(new.token_ids)
+        params = new.params
+        self._active[slot] = True
+        self._num_tokens[slot] = tokens.size
+        self._num_computed[slot] = new.num_computed_tokens
+        self._last[slot] = tokens[-1]
+        self._seed[slot] = params.seed if params.temperature > 0 else 0
+        self._wants_logprobs[slot] = params.HasField("logprobs")
+        self._params.pop(slot, None)
+        if params.HasField("logprobs") or params.HasField("prompt_logprobs"):
+            self._params[slot] = (params, tokens, new.num_prompt_tokens)
+        blocks, generations = unpack_u32(new.block_ids), unpack_u32(new.block_generations)
+        if self._shadow is not None:
+            computed_blocks = -(-new.num_computed_tokens // self.config.block_size)
+            self._shadow.enter(slot, tokens, blocks, generations, computed_blocks, self._generations)
+        self._generations[blocks] = generations
+
+    def _prefill(self, plan: worker_pb2.StepPlan, result: worker_pb2.StepResult) -> npt.NDArray[np.uint32]:
+        """Runs the chunks; returns the slots that reached the end of their known tokens."""
+        slots, lengths = unpack_u32(plan.prefill_slots), unpack_u32(plan.prefill_lengths).astype(np.int64)
+        self._require_active(slots)
+        starts = self._num_computed[slots]
+        ends = starts + lengths
+        if (ends > self._num_tokens[slots]).any():
+            raise invalid("prefill_lengths", f"step {plan.step}: a chunk ends beyond the slot's known tokens")
+        if self._shadow is not None:
+            for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+                self._shadow.compute(slot, start, end, self._generations)
+        self._num_computed[slots] = ends
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            if slot in self._params and self._params[slot][0].HasField("prompt_logprobs"):
+                self._report_prompt(slot, start, end, result)
+        return slots[ends == self._num_tokens[slots]]
+
+    def _sample(
+        self,
+        plan: worker_pb2.StepPlan,
+        slots: npt.NDArray[np.uint32],
+        num_prefilled: int,
+        result: worker_pb2.StepResult,
+    ) -> None:
+        decoding = slots[num_prefilled:]
+        if decoding.size:
+            self._require_active(decoding)
+            known = self._num_tokens[decoding]
+            if (self._num_computed[decoding] != known - 1).any():
+                raise invalid(
+                    "decode_slots", f"step {plan.step}: a slot in decode has tokens left to prefill"
+                )
+            if self._shadow is not None:
+                for slot, end in zip(decoding.tolist(), known.tolist(), strict=True):
+                    self._shadow.compute(slot, end - 1, end, self._generations)
+            self._num_computed[decoding] = known
+        positions = self._num_tokens[slots]
+        tokens = next_token(self._last[slots], positions, self._seed[slots], self.config)
+        self._last[slots] = tokens
+        self._num_tokens[slots] = positions + 1
+        if self._shadow is not None:
+            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+                self._shadow.extend(slot, token)
+        result.slots = pack_u32(slots)
+        result.token_ids = pack_i32(tokens)
+        asked = np.flatnonzero(self._wants_logprobs[slots])
+        for index in asked.tolist():
+            entry = self._logprobs_of(int(slots[index]), result)
+            entry.sampled.CopyFrom(
+                self._logprob(int(tokens[index]), self._params[int(slots[index])][0].logprobs)
+            )
+
+    def _require_active(self, slots: npt.NDArray[np.uint32]) -> None:
+        if not self._active[slots].all():
+            raise invalid("slots", "a slot to compute is empty")
+
+    def _logprobs_of(self, slot: int, result: worker_pb2.StepResult) -> worker_pb2.SlotLogprobs:
+        for entry in result.logprobs:
+            if entry.slot == slot:
+                return entry
+        return result.logprobs.add(slot=slot)
+
+    def _report_prompt(self, slot: int, start: int, end: int, result: worker_pb2.StepResult) -> None:
+        params, tokens, num_prompt = self._params[slot]
+        first, last = max(start, 1), min(end, num_prompt)
+        if first < last:
+            entry = self._logprobs_of(slot, result)
+            entry.first_prompt_index = first
+            entry.prompt.extend(
+                self._logprob(int(t), params.prompt_logprobs) for t in tokens[first:last].tolist()
+            )
+
+    def _logprob(self, token: int, count: int) -> sampling_pb2.TokenLogprobs:
+        """The sampled token is always the likeliest, at −0.5; each next one costs 1 more."""
+        ids = [(token + i) % self.config.vocab_size for i in range(count)]
+        return sampling_pb2.TokenLogprobs(
+            token_id=token,
+            logprob=-0.5,
+            rank=1,
+            top_token_ids=ids,
+            top_logprobs=[-0.5 - i for i in range(count)],
+        )
+
+    def _pretend_to_work(self, started: float) -> None:
+        left = self.config.step_us / 1e6 - (time.perf_counter() - started)
+        if left > 0:
+            time.sleep(left)
+
+
+class _Shadow:
+    """What a KV cache would hold: per block and offset, the hash of the prefix that ends there (0: nothing)."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.block_size = config.block_size
+        self.kv = np.zeros((config.num_blocks, config.block_size), np.uint64)
+        max_blocks = -(-config.max_model_len // config.block_size) + 1
+        self.table = np.zeros((config.max_num_seqs, max_blocks), np.uint32)
+        self.table_generations = np.zeros((config.max_num_seqs, max_blocks), np.uint32)
+        self.num_blocks = np.zeros(config.max_num_seqs, np.int64)
+        self.prefix: dict[int, list[int]] = {}
+
+    def enter(
+        self,
+        slot: int,
+        tokens: npt.NDArray[np.int32],
+        blocks: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint32],
+        computed_blocks: int,
+        held: npt.NDArray[np.uint32],
+    ) -> None:
+        shared, fresh = blocks[:computed_blocks], blocks[computed_blocks:]
+        if (held[shared] != generations[:computed_blocks]).any():
+            raise ShadowError(f"slot {slot}: a cached block no longer has the generation of the plan")
+        self.kv[fresh] = 0
+        self.table[slot, : blocks.size] = blocks
+        self.table_generations[slot, : blocks.size] = generations
+        self.num_blocks[slot] = blocks.size
+        prefix, hashes = 1, []
+        for token in tokens.tolist():
+            prefix = (prefix * _MULTIPLIER + token + 1) & _MASK
+            hashes.append(prefix)
+        self.prefix[slot] = hashes
+
+    def extend(self, slot: int, token: int) -> None:
+        hashes = self.prefix[slot]
+        hashes.append((hashes[-1] * _MULTIPLIER + token + 1) & _MASK)
+
+    def append(
+        self,
+        slots: npt.NDArray[np.uint32],
+        blocks: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint32],
+    ) -> None:
+        for slot, block, generation in zip(
+            slots.tolist(), blocks.tolist(), generations.tolist(), strict=True
+        ):
+            index = self.num_blocks[slot]
+            self.table[slot, index] = block
+            self.table_generations[slot, index] = generation
+            self.num_blocks[slot] = index + 1
+        self.kv[blocks] = 0
+
+    def copy(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
+        self.kv[targets] = self.kv[sources]
+
+    def compute(self, slot: int, start: int, end: int, held: npt.NDArray[np.uint32]) -> None:
+        """Writes positions start … end − 1, after checking that all before them are what they must be."""
+        size = self.block_size
+        needed = -(-end // size)
+        if needed > self.num_blocks[slot]:
+            raise ShadowError(f"slot {slot}: position {end - 1} has no block")
+        blocks = self.table[slot, :needed]
+        if (held[blocks] != self.table_generations[slot, :needed]).any():
+            raise ShadowError(f"slot {slot}: a block of its table was handed out again")
+        hashes = np.array(self.prefix[slot][:end], np.uint64)
+        keys = self.kv[blocks].reshape(-1)
+        if (keys[:start] != hashes[:start]).any():
+            wrong = int(np.flatnonzero(keys[:start] != hashes[:start])[0])
+            raise ShadowError(f"slot {slot}: position {wrong} holds another prefix's KV")
+        positions = np.arange(start, end)
+        self.kv[blocks[positions // size], positions % size] = hashes[start:end]

@@ -1,0 +1,1 @@
+"""The `kvern` command. Each command's own imports happen inside it, so that `kvern --help` is quick."""

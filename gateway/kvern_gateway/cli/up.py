@@ -1,0 +1,239 @@
+"""`kvern up`: store, worker, scheduler and gateway on this machine, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from kvern_gateway.cli.ports import claim_port
+from kvern_gateway.cli.stack import StackOptions, UsageError, choose_run_dir, stack_specs
+from kvern_gateway.cli.supervisor import ChildFailed, Supervisor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+POLL_S = 0.1
+
+
+@dataclass
+class StartTimes:
+    """Seconds since `kvern up` began; 0 until reached."""
+
+    started: float = field(default_factory=perf_counter)
+    worker_listening: float = 0.0
+    weights_loaded: float = 0.0
+    serving: float = 0.0
+
+    def mark(self, phase: str) -> None:
+        if not getattr(self, phase):
+            setattr(self, phase, perf_counter() - self.started)
+
+
+async def up(options: StackOptions, console: Console, times: StartTimes) -> int:
+    """Runs until a signal. Returns the exit code: 0 after a signal, 2 when a child cannot work as configured.
+
+    Raises PortInUse and UsageError before anything is started.
+    """
+    options = replace(
+        options,
+        http_port=claim_port(options.host, options.http_port, "--http-port"),
+        grpc_port=claim_port(options.host, options.grpc_port, "--grpc-port"),
+    )
+    stop, kill = _signals()
+    with _data_dir(options.data_dir), _run_dir(options) as options:
+        supervisor = Supervisor(stack_specs(options), say=lambda line: console.print(line, markup=False))
+        try:
+            supervisor.start()
+            console.print(f"Kvern starts {options.served_model_name} ({options.model})", markup=False)
+            if options.store == "memory":
+                console.print(
+                    "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them."
+                )
+            await _serve(options, console, times, supervisor, stop)
+            console.print("Stopping; Ctrl-C once more stops at once")
+            return 0
+        except ChildFailed as failure:
+            console.print(f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red", markup=False)
+            return 2
+        finally:
+            await supervisor.stop(kill)
+
+
+async def _serve(
+    options: StackOptions, console: Console, times: StartTimes, supervisor: Supervisor, stop: asyncio.Event
+) -> None:
+    """Returns when ``stop`` is set; raises ChildFailed."""
+    serving = asyncio.create_task(_until_serving(options, console, times))
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.ensure_future(supervisor.failed)
+    waiting: set[asyncio.Future[Any]] = {serving, stopping, failing}
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            supervisor.mark_ready()
+            _greet(options, console, times)
+            await asyncio.wait(waiting - {serving}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            raise failing.result()
+    finally:
+        serving.cancel()
+        stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events of the first and of the second SIGINT, SIGTERM or SIGHUP."""
+    stop, kill = asyncio.Event(), asyncio.Event()
+
+    def receive() -> None:
+        (kill if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, receive)
+    return stop, kill
+
+
+@contextlib.contextmanager
+def _data_dir(data_dir: Path) -> Iterator[None]:
+    """Holds the directory's lock, so that two servers do not write one store."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with open(data_dir / "lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UsageError(
+                f"{data_dir} is in use by another kvern up (pid {lock.read().strip() or 'unknown'}); "
+                "stop that or choose another with --data-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _run_dir(options: StackOptions) -> Iterator[StackOptions]:
+    run_dir, temporary = choose_run_dir(options.data_dir)
+    try:
+        yield replace(options, run_dir=run_dir)
+    finally:
+        if temporary:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def _until_serving(options: StackOptions, console: Console, times: StartTimes) -> None:
+    """Shows the loading until the gateway's /health says 200. Raises ChildFailed when the worker reports a failure."""
+    from kvern_gateway.cli.load_client import Pool, Target
+
+    async with _load_progress(options, console, times) as progress:
+        pool = Pool(Target(options.host, options.http_port))
+        try:
+            while not await _is_healthy(pool):
+                if progress.done():
+                    # Raises what the worker said.
+                    progress.result()
+                await asyncio.sleep(POLL_S / 2)
+        finally:
+            pool.close()
+    times.mark("serving")
+
+
+async def _is_healthy(pool: object) -> bool:
+    from kvern_gateway.cli.load_client import Pool, StreamRecord
+
+    assert isinstance(pool, Pool)
+    record = StreamRecord(prompt_len=0)
+    await pool.run(pool.target.get("/health"), record)
+    return record.status == 200
+
+
+@contextlib.asynccontextmanager
+async def _load_progress(
+    options: StackOptions, console: Console, times: StartTimes
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A progress bar, fed by the worker's Describe, for as long as the block runs."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        watch = asyncio.create_task(_watch_worker(options, bar, times))
+        try:
+            yield watch
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _watch_worker(options: StackOptions, bar: object, times: StartTimes) -> None:
+    import grpc.aio
+    from rich.progress import Progress
+
+    from kvern.rpc.channel import create_channel
+    from kvern.v1 import worker_pb2, worker_pb2_grpc
+
+    assert isinstance(bar, Progress)
+    row = bar.add_task("starting the worker", total=None)
+    async with create_channel(f"unix:{options.socket('worker')}") as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                state = await worker.Describe(worker_pb2.DescribeRequest(), timeout=1)
+                times.mark("worker_listening")
+                if state.phase == worker_pb2.WORKER_PHASE_FAILED:
+                    raise ChildFailed(f"worker: {state.error.message}")
+                if state.phase == worker_pb2.WORKER_PHASE_READY:
+                    times.mark("weights_loaded")
+                    bar.update(row, description="weights loaded", completed=state.total_bytes)
+                    return
+                bar.update(
+                    row,
+                    description="loading weights",
+                    total=state.total_bytes or None,
+                    completed=state.loaded_bytes,
+                )
+            await asyncio.sleep(POLL_S)
+
+
+def _greet(options: StackOptions, console: Console, times: StartTimes) -> None:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    base = f"http://{host}:{options.http_port}"
+    body = f'{{"model": "{options.served_model_name}", "messages": [{{"role": "user", "content": "Name three colors."}}]}}'
+    lines = [
+        f"Ready in {times.serving:.1f} s (worker up {times.worker_listening:.1f}, weights {times.weights_loaded:.1f})",
+        "",
+        f"  OpenAI HTTP  {base}/v1",
+        f"  gRPC         {host}:{options.grpc_port}",
+        f"  logs         {options.data_dir / 'logs'}",
+        "",
+        f"  try          curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  chat         kvern chat --base-url {base}",
+        "  stop         Ctrl-C",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,211 @@
+"""One rank's model behind the worker service: plan in, result out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvern.rpc.errors import KvernError
+from kvern.rpc.packing import pack_i32, pack_u32, unpack_u32
+from kvern.v1 import error_pb2, model_pb2, worker_pb2
+from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
+from kvern_worker.layers.attention import KvCache
+from kvern_worker.logprobs import token_logprobs
+from kvern_worker.models.llama import LlamaModel
+from kvern_worker.sampling import sample
+from kvern_worker.sampling_state import SamplingState
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler may ask for. ``bytes_per_block`` is over all layers."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    bytes_per_block: int
+
+
+class ModelExecutor:
+    """Runs plans in order, from one thread. See :class:`kvern_worker.service.Executor`."""
+
+    inline = False
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KvCache,
+        info: model_pb2.ModelInfo,
+        limits: Limits,
+        device: str = "cpu",
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._info = info
+        self._limits = limits
+        self._device = device
+        self._batch = PersistentBatch(
+            limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
+        )
+        self._sampling = SamplingState(limits.max_num_seqs, info.vocab_size, tuple(info.eos_token_ids))
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(
+            model=self._info,
+            num_blocks=self._cache.num_blocks,
+            block_size=self._cache.block_size,
+            bytes_per_block=self._limits.bytes_per_block,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            device=self._device,
+        )
+
+    def generations(self) -> npt.NDArray[np.uint32]:
+        return self._batch.generations
+
+    def reset(self) -> None:
+        self._batch.reset()
+        self._sampling.reset()
+
+    @torch.inference_mode()
+    def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        """One step. Raises KvernError when the plan is malformed; a sequence at fault is reported in the result."""
+        started = time.perf_counter()
+        result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
+        rows = self._apply(plan, result)
+        if not len(rows.slots):
+            return result
+        step = self._batch.prepare(rows)
+        prepared = time.perf_counter()
+        hidden, residual = self._model.forward(step, self._cache)
+        last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
+        logits = self._model.logits(hidden, residual, last) if len(last) else None
+        forwarded = time.perf_counter()
+        prompt = self._prompt_logprobs(rows, hidden, residual)
+        self._batch.advance(rows)
+        if logits is not None:
+            self._sample(rows.slots[rows.samples], logits, prompt, result)
+        result.logprobs.extend(prompt.values())
+        finished = time.perf_counter()
+        result.prepare_us = int((prepared - started) * 1e6)
+        result.forward_us = int((forwarded - prepared) * 1e6)
+        result.sample_us = int((finished - forwarded) * 1e6)
+        return result
+
+    def _apply(self, plan: worker_pb2.StepPlan, result: worker_pb2.StepResult) -> Rows:
+        """Brings the batch up to the plan; reports sequences that cannot run and returns the rows that can."""
+        batch = self._batch
+        released = unpack_u32(plan.released_slots)
+        if len(released):
+            if released.max() >= self._limits.max_num_seqs:
+                raise plan_error(
+                    "released_slots", f"slot {released.max()} is not below {self._limits.max_num_seqs}"
+                )
+            batch.release(released)
+            self._sampling.release(released)
+        for new in plan.new_sequences:
+            if new.slot >= self._limits.max_num_seqs:
+                raise plan_error("new_sequences", f"slot {new.slot} is not below {self._limits.max_num_seqs}")
+            try:
+                batch.add(new)
+                tokens = batch.tokens[new.slot, : batch.num_tokens[new.slot]]
+                self._sampling.add(new.slot, new.params, tokens, new.num_prompt_tokens)
+            except PlanError:
+                raise
+            except KvernError as error:
+                self._fail(new.slot, error, result)
+        batch.append_blocks(plan)
+        self._copy_blocks(plan)
+        rows, failures = batch.rows(plan)
+        for slot, failure in failures:
+            self._fail(slot, failure, result)
+        if rows.lengths.sum() > self._limits.max_num_batched_tokens:
+            raise plan_error(
+                "prefill_lengths",
+                f"{rows.lengths.sum()} tokens in one step, the limit is {self._limits.max_num_batched_tokens}",
+            )
+        return rows
+
+    def _copy_blocks(self, plan: worker_pb2.StepPlan) -> None:
+        if not plan.copy_sources:
+            return
+        sources, targets = unpack_u32(plan.copy_sources), unpack_u32(plan.copy_targets)
+        if len(sources) != len(targets):
+            raise plan_error("copy_targets", "copy_sources and copy_targets differ in length")
+        if max(sources.max(), targets.max()) >= self._cache.num_blocks:
+            raise plan_error("copy_targets", f"a block to copy is not below {self._cache.num_blocks}")
+        self._cache.copy_blocks(
+            torch.from_numpy(sources.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+        )
+
+    def _sample(
+        self,
+        slots: Ints,
+        logits: torch.Tensor,
+        reports: dict[int, worker_pb2.SlotLogprobs],
+        result: worker_pb2.StepResult,
+    ) -> None:
+        """Samples one token per row of ``logits``, appends them to the batch and reports them."""
+        sampled = sample(logits, slots, self._batch.num_tokens[slots], self._sampling)
+        token_ids, bad = sampled.token_ids, sampled.broken | sampled.empty
+        if bad.any():
+            for row in np.flatnonzero(bad):
+                self._fail(int(slots[row]), _sampling_error(bool(sampled.broken[row])), result)
+            keep = ~bad
+            slots, token_ids, logits = slots[keep], token_ids[keep], logits[torch.from_numpy(keep)]
+        wanted = np.flatnonzero(self._sampling.logprobs[slots] >= 0)
+        if len(wanted):
+            at = slots[wanted]
+            found = token_logprobs(logits[wanted], token_ids[wanted], self._sampling.logprobs[at])
+            for slot, logprobs in zip(at.tolist(), found, strict=True):
+                report = reports.setdefault(slot, worker_pb2.SlotLogprobs(slot=slot))
+                report.sampled.CopyFrom(logprobs)
+        self._batch.append_tokens(slots, token_ids)
+        self._sampling.record(slots, token_ids)
+        result.slots = pack_u32(slots)
+        result.token_ids = pack_i32(token_ids)
+
+    def _prompt_logprobs(
+        self, rows: Rows, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> dict[int, worker_pb2.SlotLogprobs]:
+        """By slot: log-probabilities of the prompt tokens that this step's positions predict."""
+        batch, reports = self._batch, {}
+        asking = np.flatnonzero(self._sampling.prompt_logprobs[rows.slots] >= 0)
+        first_rows = np.cumsum(rows.lengths) - rows.lengths
+        for row in asking.tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            end = min(start + int(rows.lengths[row]), int(batch.num_prompt[slot]) - 1)
+            if start >= end:
+                continue
+            report = reports[slot] = worker_pb2.SlotLogprobs(slot=slot, first_prompt_index=start + 1)
+            targets = batch.tokens[slot, start + 1 : end + 1].astype(np.int64)
+            num_top = np.full(len(targets), self._sampling.prompt_logprobs[slot])
+            # A slice at a time: logits of a whole chunk could take a gigabyte.
+            for at in range(0, len(targets), 64):
+                part = slice(int(first_rows[row]) + at, int(first_rows[row]) + min(at + 64, len(targets)))
+                logits = self._model.logits(hidden, residual, part)
+                report.prompt.extend(token_logprobs(logits, targets[at : at + 64], num_top[at : at + 64]))
+        return reports
+
+    def _fail(self, slot: int, error: KvernError, result: worker_pb2.StepResult) -> None:
+        self._batch.failed[slot] = True
+        result.errors.append(worker_pb2.SlotError(slot=slot, error=error.to_pb()))
+
+
+def _sampling_error(broken: bool) -> KvernError:
+    if broken:
+        return KvernError(
+            error_pb2.ERROR_CODE_NUMERICAL,
+            "the model produced NaN or infinite logits for this request; try --dtype float32",
+        )
+    return KvernError(
+        error_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        "allowed_token_ids, bad_token_ids, logit_bias and min_tokens together leave no token to sample",
+        field="allowed_token_ids",
+    )

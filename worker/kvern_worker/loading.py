@@ -1,0 +1,168 @@
+"""From flags to a running executor, one logged phase after another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from kvern.rpc.errors import invalid
+from kvern.v1 import model_pb2
+from kvern_worker.executor import Limits, ModelExecutor
+from kvern_worker.layers.attention import KvCache, StepInputs, block_bytes
+from kvern_worker.layers.rotary import cos_sin_table
+from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
+from kvern_worker.models.llama import LlamaModel
+from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_kv
+from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
+from kvern_worker.weights.loader import WeightLoader
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Who is told how far loading is."""
+
+    def start(self, total_bytes: int) -> None: ...
+
+    def add(self, num_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """See the flags of kvern-worker. None: chosen from model and machine."""
+
+    model: str
+    served_model_name: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    threads: int | None = None
+
+
+def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
+    """Raises KvernError with what is wrong with the model or the options."""
+    threads = options.threads or physical_cores()
+    torch.set_num_threads(threads)
+    with _phase("open", model=options.model):
+        checkpoint = open_checkpoint(options.model, options.load_format)
+        dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
+        progress.start(checkpoint.source.total_bytes)
+    config, dtype = checkpoint.config, DTYPES[dtype_name]
+    size = _size(options, checkpoint, dtype)
+    with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
+        loader = WeightLoader(checkpoint.source, dtype, progress.add)
+        model = LlamaModel(config, loader, cos_sin_table(config.rope, config.head_dim, size.max_model_len))
+        done["bytes"] = loader.num_bytes
+    with _phase(
+        "kv_cache",
+        bytes=size.num_bytes,
+        bytes_per_block=size.bytes_per_block,
+        blocks=size.num_blocks,
+        block_size=size.block_size,
+        tokens=size.num_tokens,
+        max_model_len=size.max_model_len,
+        max_concurrency=f"{size.max_concurrency:.2f}",
+    ):
+        cache = KvCache(
+            config.num_layers, size.num_blocks, config.num_kv_heads, size.block_size, config.head_dim, dtype
+        )
+    with _phase("warmup"):
+        _warm_up(model, cache)
+    info = model_pb2.ModelInfo(
+        name=options.served_model_name or Path(options.model).stem,
+        architecture=config.family,
+        dtype=dtype_name,
+        vocab_size=config.vocab_size,
+        max_model_len=size.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        num_parameters=loader.num_parameters,
+        digest=checkpoint.digest,
+    )
+    limits = Limits(
+        options.max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block
+    )
+    return ModelExecutor(model, cache, info, limits)
+
+
+def choose_dtype(requested: str, checkpoint: str, fast_bfloat16: bool) -> str:
+    """ "auto" is the checkpoint's dtype, or float32 where that would be emulated."""
+    if requested == "auto":
+        if checkpoint == "bfloat16" and not fast_bfloat16:
+            log.warning("phase=dtype dtype=float32 reason=%r", "this CPU has no bfloat16 instructions")
+            return "float32"
+        return checkpoint
+    requested = {"half": "float16", "float": "float32"}.get(requested, requested)
+    if requested not in DTYPES:
+        raise invalid(
+            "dtype", f"dtype {requested} is unknown; choose auto, {', '.join(DTYPES)}", value=requested
+        )
+    return requested
+
+
+def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> KvSize:
+    """Before the weights are read, so that what cannot fit fails at once."""
+    config = checkpoint.config
+    available, weights = available_memory(), weight_bytes(checkpoint, dtype)
+    if weights > available:
+        raise invalid(
+            "model",
+            f"the weights take {weights / GIB:.2f} GiB as {dtype} and {available / GIB:.2f} GiB are free",
+            value=weights,
+            limit=available,
+        )
+    if options.block_size <= 0:
+        raise invalid(
+            "block_size", f"block-size must be positive, is {options.block_size}", value=options.block_size
+        )
+    per_block = block_bytes(
+        config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype
+    )
+    pool = kv_bytes(options.kv_cache_memory_bytes, options.gpu_memory_utilization, available, weights)
+    return size_kv(pool, per_block, options.block_size, options.max_model_len, config.max_positions)
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the weights will take in memory."""
+    config = checkpoint.config
+    count = sum(prod(info.shape) for info in checkpoint.source.infos.values())
+    if config.tie_word_embeddings:
+        count += config.vocab_size * config.hidden_size  # the packed head, beside the embedding
+    return count * dtype.itemsize
+
+
+@torch.inference_mode()
+def _warm_up(model: LlamaModel, cache: KvCache) -> None:
+    """One token that is stored nowhere: loads and tunes what the first request would else wait for."""
+    step = StepInputs(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        slot_mapping=torch.full((1,), -1, dtype=torch.int64),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        query_start=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+    )
+    model.logits(*model.forward(step, cache), slice(0, 1))
+
+
+@contextmanager
+def _phase(name: str, **fields: object) -> Iterator[dict[str, object]]:
+    """Logs ``phase=NAME seconds=… key=value…`` when the block is over; the block may add fields."""
+    started = time.perf_counter()
+    yield fields
+    rest = " ".join(f"{key}={value}" for key, value in fields.items())
+    log.info("phase=%s seconds=%.3f %s", name, time.perf_counter() - started, rest)

@@ -1,0 +1,55 @@
+"""What this machine offers: cores, memory, fast number formats."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, hyper-threads counted once (two threads of a core share its units)."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+        except OSError:
+            cores.add((str(cpu),))
+    return len(cores)
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping: the machine's, or what is left of the container's limit."""
+    available = _meminfo("MemAvailable")
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        if limit != "max":
+            available = min(available, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass  # no cgroup v2
+    return available
+
+
+def _meminfo(key: str) -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    names = ("bf16",) if platform.machine() == "aarch64" else ("avx512_bf16", "amx_bf16", "avx_ne_convert")
+    return any(f" {name} " in flags.replace("\n", " ") for name in names)

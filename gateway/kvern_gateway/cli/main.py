@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -246,6 +247,53 @@ def bench_serve(
     if save_result:
         save_to = (result_dir or Path()) / (result_filename or benchmark.default_filename(options, result))
     raise typer.Exit(benchmark.report(options, result, as_json, save_to))
+
+
+@bench.command("control")
+def bench_control(
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that decode all the time")] = 256,
+    store: Annotated[Store, typer.Option()] = Store.memory,
+    appendfsync: Annotated[Fsync, typer.Option()] = Fsync.always,
+    step_us: Annotated[int, typer.Option(min=0, help="What the simulated worker takes for a step")] = 5000,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Cost of a scheduler step, split into plan, fold and commit, on a simulated worker."""
+    from kvern_gateway.cli import bench_control as benchmark
+
+    options = benchmark.ControlOptions(sequences, store, appendfsync, step_us, steps)
+    _print_result(benchmark.run(options), benchmark.render, as_json)
+
+
+@bench.command("path")
+def bench_path(
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once")] = 64,
+    input_len: Annotated[int, typer.Option(min=1)] = 32,
+    output_len: Annotated[int, typer.Option(min=1)] = 128,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="[default: 8 per stream]")] = None,
+    store: Annotated[Store, typer.Option()] = Store.memory,
+    appendfsync: Annotated[Fsync, typer.Option()] = Fsync.always,
+    step_us: Annotated[int, typer.Option(min=0, help="What the simulated worker takes for a step")] = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Output tokens per second through client, gateway, scheduler and a simulated worker, and CPU time of each."""
+    from kvern_gateway.cli import bench_path as benchmark
+
+    options = benchmark.PathOptions(streams, input_len, output_len, num_prompts, store, appendfsync, step_us)
+    _print_result(benchmark.run(options), benchmark.render, as_json)
+
+
+def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    import json
+
+    from kvern_gateway.cli.stack import UsageError
+    from kvern_gateway.cli.supervisor import ChildFailed
+
+    try:
+        result = _run_fast(measuring)
+    except (ChildFailed, UsageError, ConnectionError, RuntimeError, TimeoutError) as error:
+        _fail(error)
+    print(json.dumps(result) if as_json else render(result))
 
 
 def _run_fast(coroutine: Any) -> Any:

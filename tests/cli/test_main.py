@@ -1,0 +1,61 @@
+"""The command line itself: quick, and clear about wrong input."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvern_gateway.cli.main import app
+
+KVERN = str(Path(sys.executable).parent / "kvern")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvern_gateway.cli.main import app; "
+        "heavy = {'torch', 'grpc', 'numpy', 'transformers', 'httpx', 'redis', 'rich.progress'} & sys.modules.keys(); "
+        "print(sorted(heavy))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_help_names_the_commands() -> None:
+    answer = subprocess.run([KVERN, "--help"], capture_output=True, text=True, check=True)
+    for command in ("up", "chat", "bench"):
+        assert f"  {command} " in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["up", "org/model"], "neither a folder nor a file"),
+        (["bench", "serve", "--goodput", "itl:5"], "--goodput 'itl:5'"),
+        (["bench", "serve", "--goodput", "ttft:5", "tpot:x"], "--goodput 'tpot:x'"),
+        (["bench", "serve", "--dataset-name", "sharegpt"], "only random"),
+        (["bench", "serve", "--request-rate", "0"], "above 0"),
+        (["bench", "serve", "--base-url", "ftp://x"], "URL"),
+        (["bench", "serve", "--port", "1"], "cannot connect to 127.0.0.1:1"),
+        (["chat", "--base-url", "http://127.0.0.1:1"], "cannot reach"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("kvern: ")
+    assert "Traceback" not in result.output
+
+
+def test_up_names_a_taken_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = CliRunner().invoke(app, ["up", "--http-port", str(port), "--data-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"127.0.0.1:{port} cannot be used, held by" in result.output
+    assert not (tmp_path / "logs").exists()

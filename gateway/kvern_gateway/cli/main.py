@@ -283,6 +283,18 @@ def bench_path(
     _print_result(benchmark.run(options), benchmark.render, as_json)
 
 
+@bench.command("start")
+def bench_start(
+    model: Annotated[str | None, typer.Argument(help="[default: SmolLM2-135M-Instruct]")] = None,
+    store: Annotated[Store, typer.Option()] = Store.redis,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Time from `kvern up` to the first token, by phase."""
+    from kvern_gateway.cli import bench_start as benchmark
+
+    _print_result(benchmark.run(model, store), benchmark.render, as_json)
+
+
 def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> None:
     import json
 

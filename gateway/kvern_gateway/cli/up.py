@@ -8,7 +8,8 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -24,22 +25,36 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 
 
+def _process_start() -> float:
+    """When this process began, on the clock of perf_counter, to 10 ms: importing Python counts too."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
 @dataclass
 class StartTimes:
-    """Seconds since `kvern up` began; 0 until reached."""
+    """Seconds since the command began; 0 until reached."""
 
-    started: float = field(default_factory=perf_counter)
+    started: float = field(default_factory=_process_start)
     worker_listening: float = 0.0
     weights_loaded: float = 0.0
     serving: float = 0.0
+    first_token: float = 0.0
 
     def mark(self, phase: str) -> None:
         if not getattr(self, phase):
             setattr(self, phase, perf_counter() - self.started)
 
 
-async def up(options: StackOptions, console: Console, times: StartTimes) -> int:
-    """Runs until a signal. Returns the exit code: 0 after a signal, 2 when a child cannot work as configured.
+# Awaited once all serves; the stack stops when it returns.
+WhileServing = Callable[[StackOptions], Awaitable[None]]
+
+
+async def up(
+    options: StackOptions, console: Console, times: StartTimes, while_serving: WhileServing | None = None
+) -> int:
+    """Runs until a signal, or until ``while_serving`` is done. Returns the exit code: 2 when a child cannot work as
+    configured.
 
     Raises PortInUse and UsageError before anything is started.
     """
@@ -58,7 +73,7 @@ async def up(options: StackOptions, console: Console, times: StartTimes) -> int:
                 console.print(
                     "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them."
                 )
-            await _serve(options, console, times, supervisor, stop)
+            await _serve(options, console, times, supervisor, stop, while_serving)
             console.print("Stopping; Ctrl-C once more stops at once")
             return 0
         except ChildFailed as failure:
@@ -69,9 +84,14 @@ async def up(options: StackOptions, console: Console, times: StartTimes) -> int:
 
 
 async def _serve(
-    options: StackOptions, console: Console, times: StartTimes, supervisor: Supervisor, stop: asyncio.Event
+    options: StackOptions,
+    console: Console,
+    times: StartTimes,
+    supervisor: Supervisor,
+    stop: asyncio.Event,
+    while_serving: WhileServing | None,
 ) -> None:
-    """Returns when ``stop`` is set; raises ChildFailed."""
+    """Returns when ``stop`` is set or ``while_serving`` is done; raises ChildFailed."""
     serving = asyncio.create_task(_until_serving(options, console, times))
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.ensure_future(supervisor.failed)
@@ -81,6 +101,9 @@ async def _serve(
         if serving.done():
             serving.result()
             supervisor.mark_ready()
+            if while_serving:
+                await while_serving(options)
+                return
             _greet(options, console, times)
             await asyncio.wait(waiting - {serving}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():

@@ -1,0 +1,161 @@
+"""One worker group's pool of KV blocks, and the prefix index over them.
+
+::
+
+               allocate                    release, last reader
+     ┌──────┐ ─────────▶ ┌──────┐ ───────────────────────────────▶ ┌────────┐
+     │ free │            │ held │   not in the index → free         │ cached │ (in the index, no reader,
+     └──────┘ ◀───────── └──────┘ ◀──────────────────────────────── └────────┘  least recently used first)
+         ▲     release                    share (prefix hit)             │
+         └──────────────────────── evicted when free runs out ──────────┘
+
+free + cached + held = all. A block gets a new generation each time it is allocated, never when it is shared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern_scheduler.core.errors import IntegrityError
+
+U32 = npt.NDArray[np.uint32]
+
+
+class BlockPool:
+    """Block ids are 0 … num_blocks − 1."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.generations: U32 = np.zeros(num_blocks, np.uint32)
+        self._readers = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        self._indexed = np.zeros(num_blocks, bool)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the index still knows."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that allocate can hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
+
+    def allocate(self, count: int) -> U32:
+        """``count`` blocks with new generations, one reader each. Evicts the least recently used cached ones where
+        free blocks don't suffice. Raises ValueError where both together don't."""
+        if count > self.num_available:
+            raise ValueError(f"{count} blocks wanted, {self.num_available} available")
+        taken = self._free[-count:][::-1] if count else []
+        del self._free[len(self._free) - len(taken) :]
+        for _ in range(count - len(taken)):
+            block, _none = self._cached.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
+        blocks = np.array(taken, np.uint32)
+        self._readers[blocks] = 1
+        self.generations[blocks] += np.uint32(1)
+        return blocks
+
+    def release(self, blocks: U32) -> None:
+        """One reader of each block leaves. ``blocks`` is a table in order of position; its tail is evicted first."""
+        self._readers[blocks] -= 1
+        idle = blocks[self._readers[blocks] == 0][::-1]
+        kept = self._indexed[idle]
+        self._free.extend(idle[~kept].tolist())
+        for block in idle[kept].tolist():
+            self._cached[block] = None
+
+    def match(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks that hold the longest indexed prefix of ``hashes``, at most ``limit`` of them."""
+        blocks: list[int] = []
+        get = self._index.get
+        for block_hash in hashes[:limit]:
+            block = get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_idle(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` have no reader: sharing them takes them from what is available."""
+        return sum(block in self._cached for block in blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more reader for each of these indexed blocks."""
+        for block in blocks:
+            self._cached.pop(block, None)
+        self._readers[blocks] += 1
+
+    def enter(self, block: int, block_hash: bytes) -> bool:
+        """Indexes a held block whose content is final. False where the hash is known already, by another block."""
+        if block_hash in self._index or self._indexed[block]:
+            return False
+        self._index[block_hash] = block
+        self._hashes[block] = block_hash
+        self._indexed[block] = True
+        return True
+
+    def restore(self, blocks: Sequence[int], hashes: Sequence[bytes], generations: Sequence[int]) -> None:
+        """Indexes blocks that a worker's inventory vouches for, least recently used first. Only while nothing is held.
+        Known hashes and blocks are left as they are."""
+        for block, block_hash, generation in zip(blocks, hashes, generations, strict=True):
+            self.generations[block] = generation
+            if self.enter(block, block_hash):
+                self._cached[block] = None
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in self._cached]
+
+    def drop_index(self) -> None:
+        """Forgets every hash: cached blocks become free ones."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._hashes.clear()
+        self._indexed[:] = False
+
+    def _forget(self, block: int) -> None:
+        del self._index[self._hashes.pop(block)]
+        self._indexed[block] = False
+
+    def check_integrity(self, tables: Sequence[U32]) -> None:
+        """Raises IntegrityError unless the readers are exactly the entries of ``tables``, and all blocks add up."""
+        readers = np.zeros(self.num_blocks, np.int32)
+        for table in tables:
+            np.add.at(readers, table, 1)
+        if (readers != self._readers).any():
+            block = int(np.flatnonzero(readers != self._readers)[0])
+            raise IntegrityError(
+                f"block {block} has {self._readers[block]} readers, in {readers[block]} tables"
+            )
+        free, cached = set(self._free), set(self._cached)
+        held = set(np.flatnonzero(self._readers).tolist())
+        if len(free) != len(self._free):
+            raise IntegrityError("a block is free twice")
+        if free & cached or free & held or cached & held:
+            raise IntegrityError("a block is in two states")
+        if len(free) + len(cached) + len(held) != self.num_blocks:
+            raise IntegrityError(
+                f"{len(free)} free + {len(cached)} cached + {len(held)} held is not {self.num_blocks}"
+            )
+        if {block: h for h, block in self._index.items()} != self._hashes:
+            raise IntegrityError("the index and the blocks' hashes differ")
+        if set(np.flatnonzero(self._indexed).tolist()) != set(self._hashes):
+            raise IntegrityError("the indexed flags and the blocks' hashes differ")
+        if not cached <= set(self._hashes):
+            raise IntegrityError("a cached block has no hash")

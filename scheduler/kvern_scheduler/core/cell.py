@@ -1,0 +1,271 @@
+"""The whole core: requests by name, admission, routing to groups, deadlines, worker loss."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+
+from kvern.v1 import error_pb2, model_pb2, sampling_pb2
+from kvern_scheduler.core.changes import Changes
+from kvern_scheduler.core.errors import IntegrityError, RequestError
+from kvern_scheduler.core.group import Group, Limits, finish_sequence
+from kvern_scheduler.core.requests import Request, Sequence, State, Submission
+from kvern_scheduler.core.validate import check_capacity, check_submission
+
+
+class Cell:
+    """One model's requests and worker groups. Times are Unix seconds and passed in."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.model: model_pb2.ModelInfo | None = None
+        self.block_size = 0
+        self.groups: dict[int, Group] = {}
+        self.requests: dict[int, Request] = {}
+        self.changes = Changes()
+        self._by_name: dict[tuple[str, str], Request] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._homeless: list[Sequence] = []
+        self._next_rid = 1
+        self._rows: list[Sequence | None] = []
+        self._free_rows: list[int] = []
+        self._next_group = 0
+
+    # -- worker groups ------------------------------------------------------------------------------------------
+
+    def add_group(
+        self, model: model_pb2.ModelInfo, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int
+    ) -> Group:
+        """A worker group is ready; sequences without one go there. Raises RequestError when it serves another model
+        than the cell."""
+        if self.model is None:
+            self.model, self.block_size = model, block_size
+        elif (model.digest, model.max_model_len, block_size) != (
+            self.model.digest,
+            self.model.max_model_len,
+            self.block_size,
+        ):
+            raise RequestError(
+                error_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"a worker serves {model.name} (block size {block_size}), this cell {self.model.name} "
+                f"({self.block_size}): give all workers the same model and flags",
+            )
+        tokens = min(self.limits.max_num_batched_tokens, max_tokens)
+        limits = replace(
+            self.limits,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=max(1, min(self.limits.max_num_seqs, max_num_seqs, tokens)),
+        )
+        group = Group(self._next_group, model, num_blocks, block_size, limits, self.changes)
+        self._next_group += 1
+        self.readmit_group(group)
+        return group
+
+    def readmit_group(self, group: Group) -> None:
+        """A group that was lost with its blocks kept works again."""
+        self.groups[group.index] = group
+        homeless, self._homeless = self._homeless, []
+        for sequence in homeless:
+            if sequence.state is State.WAITING:
+                self._route(sequence).enqueue(sequence)
+
+    def lose_group(self, group: Group, *, keep_blocks: bool) -> None:
+        """The group's worker is gone: its sequences queue elsewhere, outputs kept, or wait for a group."""
+        self.groups.pop(group.index, None)
+        for sequence in group.lose(keep_blocks=keep_blocks):
+            sequence.group = None
+            self._place(sequence)
+
+    def _place(self, sequence: Sequence) -> None:
+        if self.groups:
+            self._route(sequence).enqueue(sequence)
+        else:
+            self._homeless.append(sequence)
+
+    def _route(self, sequence: Sequence) -> Group:
+        """The group with the least to compute before this sequence's next token: its own work less what the group has
+        cached, behind what the group has queued."""
+        if len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+
+        def cost(group: Group) -> tuple[int, int]:
+            cached = len(group.pool.match(sequence.hashes, len(sequence.hashes))) * group.block_size
+            return sequence.num_tokens - cached + group.load, group.index
+
+        return min(self.groups.values(), key=cost)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the largest pool can hold."""
+        return max((g.pool.num_blocks * g.block_size for g in self.groups.values()), default=0)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(g.queue.num_waiting for g in self.groups.values()) + len(self._homeless)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        waiting = sum(g.queue.num_tokens for g in self.groups.values())
+        return waiting + sum(s.num_tokens for s in self._homeless)
+
+    def find(self, tenant: str, request_id: str) -> Request | None:
+        return self._by_name.get((tenant, request_id))
+
+    def submit(self, submission: Submission, now: float) -> tuple[Request, bool]:
+        """The request, and whether it is new: the same name with the same digest is the same request. Raises
+        RequestError."""
+        known = self._by_name.get((submission.tenant, submission.request_id))
+        if known is not None:
+            if known.submission.body_digest == submission.body_digest:
+                return known, False
+            raise RequestError(
+                error_pb2.ERROR_CODE_REQUEST_ID_CONFLICT,
+                "this request id is in use with another body; choose a new one",
+                field="request_id",
+                value=submission.request_id,
+            )
+        if self.model is None or not self.groups:
+            raise RequestError(
+                error_pb2.ERROR_CODE_UNAVAILABLE, "no worker is ready; try again shortly", retry_after_ms=500
+            )
+        check_submission(submission, self.model, self.block_size)
+        check_capacity(submission, self.kv_capacity_tokens)
+        self._check_queues(submission)
+        request = Request(self._next_rid, submission, now)
+        self._next_rid += 1
+        self._admit(request)
+        self.changes.requests.append(request)
+        return request, True
+
+    def _check_queues(self, submission: Submission) -> None:
+        limits = self.limits
+        waiting, tokens = self.num_waiting, self.num_waiting_tokens
+        if waiting + submission.n > limits.max_queued_requests and waiting:
+            message = f"{waiting} sequences wait already, at most {limits.max_queued_requests} may"
+            value, limit = waiting + submission.n, limits.max_queued_requests
+        elif tokens + submission.prompt.size > limits.max_queued_tokens and waiting:
+            message = f"{tokens} tokens wait already, at most {limits.max_queued_tokens} may"
+            value, limit = tokens + submission.prompt.size, limits.max_queued_tokens
+        else:
+            return
+        raise RequestError(
+            error_pb2.ERROR_CODE_OVERLOADED,
+            f"overloaded: {message}; try again later",
+            value=value,
+            limit=limit,
+            retry_after_ms=1000,
+        )
+
+    def _admit(self, request: Request) -> None:
+        self.requests[request.rid] = request
+        self._by_name[request.key] = request
+        if request.submission.deadline:
+            heapq.heappush(self._deadlines, (request.submission.deadline, request.rid))
+        for sequence in request.sequences:
+            sequence.row = self._free_rows.pop() if self._free_rows else len(self._rows)
+            if sequence.row == len(self._rows):
+                self._rows.append(sequence)
+            else:
+                self._rows[sequence.row] = sequence
+        alive = [s for s in request.sequences if s.state is State.WAITING]
+        shareable = self.limits.enable_prefix_caching and request.submission.hashes
+        first = request.sequences[0]
+        if shareable and first.state is State.WAITING and not first.output and len(alive) > 1:
+            request.waiting_siblings = alive[1:]
+            alive = alive[:1]
+        for sequence in alive:
+            self._place(sequence)
+
+    def restore(self, request: Request) -> None:
+        """A request of an earlier leader: its unfinished sequences queue, the finished ones stay readable."""
+        self._next_rid = max(self._next_rid, request.rid + 1)
+        self._admit(request)
+
+    def skip_rids(self, next_rid: int) -> None:
+        """No new request gets a number below ``next_rid``."""
+        self._next_rid = max(self._next_rid, next_rid)
+
+    def cancel(self, sequence: Sequence, now: float, *, stopped: bool = False) -> None:
+        """Ends a sequence: with STOP where its text is complete (``stopped``), else with ABORT. Idempotent."""
+        reason = sampling_pb2.FINISH_REASON_STOP if stopped else sampling_pb2.FINISH_REASON_ABORT
+        self._end(sequence, reason, now)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: sampling_pb2.FinishReason.ValueType,
+        now: float,
+        error: RequestError | None = None,
+    ) -> None:
+        if sequence.state is State.FINISHED:
+            return
+        if isinstance(sequence.group, Group):
+            sequence.group.finish(sequence, reason, now, error=error)
+            return
+        if sequence in self._homeless:
+            self._homeless.remove(sequence)
+        finish_sequence(sequence, reason, now, self.changes, error=error)
+        if sequence.choice == 0:
+            siblings, sequence.request.waiting_siblings = sequence.request.waiting_siblings, []
+            for sibling in siblings:
+                self._place(sibling)
+
+    def expire(self, now: float) -> None:
+        """Ends the requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, rid = heapq.heappop(self._deadlines)
+            request = self.requests.get(rid)
+            if request is None:
+                continue
+            error = RequestError(
+                error_pb2.ERROR_CODE_DEADLINE_EXCEEDED, "the request's deadline passed before it was done"
+            )
+            for sequence in request.sequences:
+                self._end(sequence, sampling_pb2.FINISH_REASON_ERROR, now, error)
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def forget(self, request: Request) -> None:
+        """A finished request's retention is over: its name and rows are free again."""
+        assert request.num_unfinished == 0
+        del self.requests[request.rid]
+        del self._by_name[request.key]
+        for sequence in request.sequences:
+            self._rows[sequence.row] = None
+            self._free_rows.append(sequence.row)
+
+    def sequence_of_row(self, row: int) -> Sequence | None:
+        return self._rows[row]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def output_tokens(self, sequence: Sequence) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """All output tokens so far, committed or not, int32 [n]."""
+        if sequence.slot >= 0 and isinstance(sequence.group, Group):
+            batch = sequence.group.batch
+            batch.flush(sequence.slot, int(batch.num_tokens[sequence.slot]))
+        return np.frombuffer(sequence.output.tobytes(), np.int32)
+
+    def take_changes(self) -> Changes:
+        """Everything since the last call."""
+        return self.changes.take()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where the accounting of a group, or of requests, contradicts itself."""
+        for group in self.groups.values():
+            group.check_integrity()
+        for request in self.requests.values():
+            unfinished = sum(s.state is not State.FINISHED for s in request.sequences)
+            if unfinished != request.num_unfinished:
+                raise IntegrityError(f"request {request.rid}: {request.num_unfinished} counted unfinished")
+            for sequence in request.sequences:
+                if self._rows[sequence.row] is not sequence:
+                    raise IntegrityError(f"row {sequence.row} is not its sequence's")

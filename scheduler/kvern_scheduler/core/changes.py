@@ -1,0 +1,68 @@
+"""What the core has done since it was last asked: the store's next delta, and the gateways' next events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.v1 import sampling_pb2
+from kvern_scheduler.core.requests import Request, Sequence
+
+
+@dataclass(slots=True)
+class Tokens:
+    """New output tokens in order of index for each sequence: parallel arrays of shape [n]."""
+
+    rows: npt.NDArray[np.uint32]
+    seq_nos: npt.NDArray[np.int64]
+    indexes: npt.NDArray[np.uint32]
+    token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of consecutive output (or prompt) tokens of one sequence, from ``first_index`` on."""
+
+    sequence: Sequence
+    first_index: int
+    prompt: bool
+    tokens: list[sampling_pb2.TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Indexed:
+    """Blocks that entered a group's prefix index."""
+
+    group: int
+    block: int
+    generation: int
+    block_hash: bytes
+
+
+@dataclass(slots=True)
+class Changes:
+    """Everything since the last ``take``."""
+
+    requests: list[Request] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    indexed: list[Indexed] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.requests or self.finished or self.indexed or self.logprobs)
+
+    def extend(self, later: Changes) -> None:
+        self.requests += later.requests
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.finished += later.finished
+        self.indexed += later.indexed
+
+    def take(self) -> Changes:
+        """Hands everything over and starts anew."""
+        taken = Changes(self.requests, self.tokens, self.logprobs, self.finished, self.indexed)
+        self.requests, self.tokens, self.logprobs, self.finished, self.indexed = [], [], [], [], []
+        return taken

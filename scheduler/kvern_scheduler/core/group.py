@@ -1,0 +1,186 @@
+"""A worker group as the scheduler sees it: its pool, its batch, its queue, its plans in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvern.v1 import model_pb2, sampling_pb2
+from kvern_scheduler.core.batch import Batch
+from kvern_scheduler.core.blocks import BlockPool
+from kvern_scheduler.core.changes import Changes
+from kvern_scheduler.core.errors import IntegrityError, RequestError
+from kvern_scheduler.core.plan import Plan
+from kvern_scheduler.core.queue import WaitQueue
+from kvern_scheduler.core.requests import Finish, Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a group's steps are filled, and how much may wait."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    """Prompts with more tokens left to compute are *long*. 0: a quarter of the token budget."""
+    max_long_prefills: int = 2
+    """Long prompts prefilled at the same time; others wait and short ones overtake them."""
+    enable_prefix_caching: bool = True
+    max_preemptions: int = 3
+    """A sequence preempted this often next enters only with its whole length reserved, and stays."""
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 2_000_000
+    max_plans_in_flight: int = 2
+
+    @property
+    def long_threshold(self) -> int:
+        return self.long_prefill_token_threshold or max(1, self.max_num_batched_tokens // 4)
+
+
+class Group:
+    """One copy of the model."""
+
+    def __init__(
+        self,
+        index: int,
+        model: model_pb2.ModelInfo,
+        num_blocks: int,
+        block_size: int,
+        limits: Limits,
+        changes: Changes,
+    ) -> None:
+        self.index = index
+        self.model = model
+        self.limits = limits
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, block_size)
+        self.batch = Batch(model, limits.max_num_seqs, block_size)
+        self.queue = WaitQueue(limits.long_threshold)
+        self.changes = changes
+        self.prefilling: dict[int, None] = {}
+        self.released: list[int] = []
+        self.in_flight: deque[Plan] = deque()
+        self.step = 0
+        # Blocks promised to protected sequences and not yet allocated.
+        self.num_reserved = 0
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+
+    @property
+    def load(self) -> int:
+        """Tokens of work ahead, roughly: what waits or is being prefilled, and a few for each running sequence."""
+        left = sum(int(self.batch.num_tokens[s] - self.batch.num_scheduled[s]) for s in self.prefilling)
+        return self.queue.num_tokens + left + 16 * self.batch.num_running
+
+    @property
+    def num_unreserved(self) -> int:
+        """Blocks that anyone may take."""
+        return self.pool.num_available - self.num_reserved
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.group = self
+        self.queue.push(sequence)
+
+    def vacate(self, slot: int) -> Sequence:
+        """Takes the sequence out of its slot and gives its blocks back; the next plan tells the worker."""
+        sequence = self.batch.sequences[slot]
+        assert sequence is not None
+        self.num_reserved -= int(self.batch.reserved[slot])
+        self.pool.release(self.batch.leave(slot))
+        self.prefilling.pop(slot, None)
+        self.released.append(slot)
+        return sequence
+
+    def preempt(self, slot: int) -> None:
+        """Back to the queue with its outputs; its KV is recomputed, as far as the index forgets it."""
+        sequence = self.vacate(slot)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.queue.push(sequence)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: sampling_pb2.FinishReason.ValueType,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """Ends a waiting or running sequence and says so in the changes."""
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.RUNNING:
+            self.vacate(sequence.slot)
+        elif sequence not in sequence.request.waiting_siblings:
+            self.queue.forget(sequence)
+        finish_sequence(sequence, reason, now, self.changes, stop_token_id=stop_token_id, error=error)
+        if sequence.choice == 0:
+            self.release_siblings(sequence)
+
+    def release_siblings(self, first: Sequence) -> None:
+        """Choice 0 has computed the prompt, or never will: the other choices queue now."""
+        siblings, first.request.waiting_siblings = first.request.waiting_siblings, []
+        for sibling in siblings:
+            if sibling.state is State.WAITING:
+                self.enqueue(sibling)
+
+    def lose(self, *, keep_blocks: bool) -> list[Sequence]:
+        """The worker's batch is gone. Returns all sequences, outputs kept, in order of rank; nothing is in flight any
+        more. ``keep_blocks``: the worker itself lives, so the prefix index stays true."""
+        for slot in np.flatnonzero(self.batch.active).tolist():
+            self.queue.push(self.vacate(slot))
+        self.released.clear()
+        self.in_flight.clear()
+        if not keep_blocks:
+            self.pool.drop_index()
+        return self.queue.drain()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where blocks, slots, queue and reservations contradict each other."""
+        self.pool.check_integrity(self.batch.tables())
+        self.batch.check_integrity()
+        if self.num_reserved != int(self.batch.reserved.sum()) or self.num_reserved > self.pool.num_available:
+            raise IntegrityError(
+                f"{self.num_reserved} blocks reserved, {self.pool.num_available} available, "
+                f"{int(self.batch.reserved.sum())} counted"
+            )
+        waiting = list(self.queue)
+        if len(waiting) != self.queue.num_waiting:
+            raise IntegrityError(f"{self.queue.num_waiting} counted as waiting, {len(waiting)} queued")
+        if sum(s.num_tokens for s in waiting) != self.queue.num_tokens:
+            raise IntegrityError("the queue's count of tokens is wrong")
+        for slot in self.prefilling:
+            if not self.batch.active[slot] or self.batch.decoding[slot]:
+                raise IntegrityError(f"slot {slot} prefills, but is empty or decodes")
+
+
+def finish_sequence(
+    sequence: Sequence,
+    reason: sampling_pb2.FinishReason.ValueType,
+    now: float,
+    changes: Changes,
+    *,
+    stop_token_id: int | None = None,
+    error: RequestError | None = None,
+) -> None:
+    """Marks the end of a sequence that holds neither slot nor place in a queue."""
+    arrived = sequence.request.arrived
+    scheduled = sequence.first_scheduled or now
+    sequence.state = State.FINISHED
+    sequence.finish = Finish(
+        reason,
+        len(sequence.output),
+        stop_token_id,
+        error,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        queue_seconds=max(0.0, scheduled - arrived),
+        prefill_seconds=max(0.0, (sequence.first_token or now) - scheduled),
+        e2e_seconds=max(0.0, now - arrived),
+    )
+    sequence.request.num_unfinished -= 1
+    changes.finished.append(sequence)

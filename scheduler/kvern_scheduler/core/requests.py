@@ -1,0 +1,163 @@
+"""Requests and their sequences (choices).
+
+::
+
+    submit ─▶ WAITING ─admit─▶ RUNNING ─▶ FINISHED
+                 ▲                │
+                 └──preempt, ─────┘   (outputs kept, recomputed later)
+                    worker lost
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.v1 import sampling_pb2
+from kvern_scheduler.core.errors import RequestError
+
+MAX_CHOICES = 128
+CHOICE_BITS = 7
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class Submission:
+    """A request as it comes in: already converted, not yet validated."""
+
+    request_id: str
+    tenant: str
+    body_digest: bytes
+    prompt: npt.NDArray[np.int32]
+    params: sampling_pb2.SamplingParams
+    n: int = 1
+    hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str = ""
+    priority: int = 0
+    deadline: float = 0.0
+    """Unix seconds; 0: none."""
+    resumable: bool = False
+    model: str = ""
+    gateway_context: bytes = b""
+
+
+@dataclass(slots=True)
+class Finish:
+    """How a sequence ended."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    num_output_tokens: int
+    stop_token_id: int | None = None
+    error: RequestError | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    e2e_seconds: float = 0.0
+
+
+class Request:
+    """One submission, alive until its last choice has finished and its retention is over."""
+
+    __slots__ = ("arrived", "num_unfinished", "rid", "sequences", "submission", "waiting_siblings")
+
+    def __init__(self, rid: int, submission: Submission, arrived: float) -> None:
+        self.rid = rid
+        self.submission = submission
+        self.arrived = arrived
+        self.sequences = [Sequence(self, choice) for choice in range(submission.n)]
+        self.num_unfinished = submission.n
+        # Choices 1 and on wait until choice 0 has put the prompt into the prefix cache.
+        self.waiting_siblings: list[Sequence] = []
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.submission.tenant, self.submission.request_id
+
+
+class Sequence:
+    """One choice of a request. While it runs, its newest tokens and its blocks are in the batch's arrays."""
+
+    __slots__ = (
+        "attempts",
+        "choice",
+        "finish",
+        "first_scheduled",
+        "first_token",
+        "group",
+        "hashes",
+        "max_len",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "output",
+        "request",
+        "row",
+        "seq_no",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, request: Request, choice: int) -> None:
+        params = request.submission.params
+        self.request = request
+        self.choice = choice
+        self.seq_no = request.rid << CHOICE_BITS | choice
+        self.row = -1
+        self.state = State.WAITING
+        self.slot = -1
+        self.group: object = None
+        self.output = array("i")
+        self.hashes = request.submission.hashes
+        self.max_len = request.submission.prompt.size + params.max_tokens
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.attempts = 0
+        # Index of the first prompt token whose log-probabilities nobody has been told.
+        self.num_prompt_logprobs = 1
+        self.first_scheduled = 0.0
+        self.first_token = 0.0
+        self.finish: Finish | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: the smallest runs first and is preempted last."""
+        return self.request.submission.priority, self.seq_no
+
+    @property
+    def num_prompt(self) -> int:
+        return self.request.submission.prompt.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far. While running, the batch knows better."""
+        return self.num_prompt + len(self.output)
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far, [num_tokens]."""
+        output = np.frombuffer(self.output, np.int32) if self.output else np.empty(0, np.int32)
+        return np.concatenate([self.request.submission.prompt, output])
+
+    def add_hash(self, block_hash: bytes) -> None:
+        """The hash of the next full block. The prompt's list is shared by the choices, hence the copy."""
+        if self.hashes is self.request.submission.hashes:
+            self.hashes = list(self.hashes)
+        self.hashes.append(block_hash)
+
+
+def sequence_seed(request_seed: int, choice: int) -> int:
+    """The seed of a choice: choice 0 keeps the request's, the others get independent ones. Pure, 64 bits."""
+    if choice == 0:
+        return request_seed
+    packed = request_seed.to_bytes(8, "little") + choice.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"kvern-choice").digest(), "little")

@@ -1,0 +1,107 @@
+"""What the scheduler re-checks of a submission, so that no gateway can hurt it or a worker."""
+
+from __future__ import annotations
+
+from kvern.v1 import error_pb2, model_pb2
+from kvern_scheduler.core.batch import MAX_STOP_IDS
+from kvern_scheduler.core.errors import RequestError, invalid
+from kvern_scheduler.core.requests import MAX_CHOICES, Submission
+
+MAX_LOGPROBS = 20
+MAX_ID_LENGTH = 256
+
+
+def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_size: int) -> None:
+    """Raises RequestError where a field is outside what the model can serve."""
+    prompt, params = submission.prompt, submission.params
+    if submission.model and submission.model != model.name:
+        raise RequestError(
+            error_pb2.ERROR_CODE_MODEL_NOT_FOUND,
+            "this cell serves another model",
+            field="model",
+            value=submission.model,
+            limit=model.name,
+        )
+    if not submission.request_id or len(submission.request_id) > MAX_ID_LENGTH:
+        raise invalid(
+            "request_id",
+            f"request_id has 1 to {MAX_ID_LENGTH} characters",
+            value=len(submission.request_id),
+            limit=MAX_ID_LENGTH,
+        )
+    if not prompt.size:
+        raise invalid("prompt", "the prompt is empty; it needs at least one token", value=0, limit=1)
+    lowest, highest = int(prompt.min()), int(prompt.max())
+    if lowest < 0 or highest >= model.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise invalid(
+            "prompt_token_ids",
+            f"token id {wrong} is outside the vocabulary of {model.vocab_size}",
+            value=wrong,
+            limit=model.vocab_size - 1,
+        )
+    if not 1 <= submission.n <= MAX_CHOICES:
+        raise invalid("n", f"n is {submission.n}; 1 to {MAX_CHOICES}", value=submission.n, limit=MAX_CHOICES)
+    if not params.HasField("max_tokens"):
+        params.max_tokens = max(1, model.max_model_len - prompt.size)
+    if params.max_tokens < 1:
+        raise invalid("max_tokens", "max_tokens is 0; at least 1", value=0, limit=1)
+    if params.min_tokens > params.max_tokens:
+        raise invalid(
+            "min_tokens",
+            f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}",
+            value=params.min_tokens,
+            limit=params.max_tokens,
+        )
+    if prompt.size + params.max_tokens > model.max_model_len:
+        raise RequestError(
+            error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
+            f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
+            f"{model.max_model_len}; shorten the prompt or lower max_tokens",
+            field="max_tokens",
+            value=prompt.size + params.max_tokens,
+            limit=model.max_model_len,
+        )
+    if len(params.stop_token_ids) > MAX_STOP_IDS:
+        raise invalid(
+            "stop_token_ids",
+            f"{len(params.stop_token_ids)} stop token ids; at most {MAX_STOP_IDS}",
+            value=len(params.stop_token_ids),
+            limit=MAX_STOP_IDS,
+        )
+    if any(token >= model.vocab_size for token in params.stop_token_ids):
+        raise invalid(
+            "stop_token_ids",
+            "a stop token id is outside the vocabulary",
+            value=max(params.stop_token_ids),
+            limit=model.vocab_size - 1,
+        )
+    for field in ("logprobs", "prompt_logprobs"):
+        if params.HasField(field) and getattr(params, field) > MAX_LOGPROBS:
+            raise invalid(
+                field,
+                f"{field} is {getattr(params, field)}; at most {MAX_LOGPROBS}",
+                value=getattr(params, field),
+                limit=MAX_LOGPROBS,
+            )
+    if len(submission.hashes) > prompt.size // block_size:
+        raise invalid(
+            "block_hashes",
+            f"{len(submission.hashes)} block hashes for {prompt.size} tokens in blocks of {block_size}",
+            value=len(submission.hashes),
+            limit=prompt.size // block_size,
+        )
+
+
+def check_capacity(submission: Submission, capacity: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED where the request could not run even alone."""
+    needed = submission.prompt.size + submission.params.max_tokens
+    if needed > capacity:
+        raise RequestError(
+            error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
+            f"the request may need {needed} tokens of KV memory, and the pool holds {capacity}; "
+            "shorten the prompt or lower max_tokens, or give the worker more KV memory",
+            field="max_tokens",
+            value=needed,
+            limit=capacity,
+        )

@@ -7,8 +7,10 @@ D head size, I the inner width of an MLP.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -174,11 +176,19 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
 def new_kv_cache(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Zeroed (keys, values), each of shape [num_blocks, Hkv, block_size, D].
+    """Zeroed (keys, values), each of shape [num_blocks, Hkv, block_size, D]; memory is taken when first written.
 
     Keys lie transposed in memory, [num_blocks, Hkv, D, block_size], so that a vector register holds one
     component of many keys; the tensor is a view with the usual shape.
     """
-    keys = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype)
-    values = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype)
+    keys = _untouched_zeros((num_blocks, num_kv_heads, head_dim, block_size), dtype)
+    values = _untouched_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype)
     return keys.transpose(2, 3), values
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that cost no memory yet: torch.zeros writes them, numpy's come from calloc. 64-byte aligned."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return torch.from_numpy(buffer)[start : start + size].view(dtype).view(shape)

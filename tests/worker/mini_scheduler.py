@@ -56,7 +56,8 @@ class MiniScheduler:
 
     def run(self, sequences: list[Sequence], chunk: int = 512) -> list[Sequence]:
         """Runs all of them to their end; returns them."""
-        waiting, running = list(sequences), []
+        waiting = list(sequences)
+        running: list[Sequence] = []
         free_slots = list(range(self.max_num_seqs))
         released: list[int] = []
         while waiting or running:

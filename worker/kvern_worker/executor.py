@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -38,18 +39,14 @@ class ModelExecutor:
     inline = False
 
     def __init__(
-        self,
-        model: LlamaModel,
-        cache: KvCache,
-        info: model_pb2.ModelInfo,
-        limits: Limits,
-        device: str = "cpu",
+        self, model: LlamaModel, cache: KvCache, info: model_pb2.ModelInfo, limits: Limits, threads: int
     ) -> None:
         self._model = model
         self._cache = cache
         self._info = info
         self._limits = limits
-        self._device = device
+        self._threads = threads
+        self._computing_thread = 0
         self._batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
         )
@@ -63,7 +60,7 @@ class ModelExecutor:
             bytes_per_block=self._limits.bytes_per_block,
             max_num_seqs=self._limits.max_num_seqs,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
-            device=self._device,
+            device="cpu",
         )
 
     def generations(self) -> npt.NDArray[np.uint32]:
@@ -76,6 +73,10 @@ class ModelExecutor:
     @torch.inference_mode()
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         """One step. Raises KvernError when the plan is malformed; a sequence at fault is reported in the result."""
+        if self._computing_thread != threading.get_ident():
+            # OpenMP keeps the number of threads per calling thread.
+            torch.set_num_threads(self._threads)
+            self._computing_thread = threading.get_ident()
         started = time.perf_counter()
         result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
         rows = self._apply(plan, result)

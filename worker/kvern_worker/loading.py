@@ -57,7 +57,6 @@ class LoadOptions:
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     """Raises KvernError with what is wrong with the model or the options."""
     threads = options.threads or physical_cores()
-    torch.set_num_threads(threads)
     with _phase("open", model=options.model):
         checkpoint = open_checkpoint(options.model, options.load_format)
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
@@ -65,8 +64,10 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     config, dtype = checkpoint.config, DTYPES[dtype_name]
     size = _size(options, checkpoint, dtype)
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
-        loader = WeightLoader(checkpoint.source, dtype, progress.add)
+        torch.set_num_threads(1)
+        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads)
         model = LlamaModel(config, loader, cos_sin_table(config.rope, config.head_dim, size.max_model_len))
+        torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
     with _phase(
         "kv_cache",
@@ -96,7 +97,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     limits = Limits(
         options.max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block
     )
-    return ModelExecutor(model, cache, info, limits)
+    return ModelExecutor(model, cache, info, limits, threads)
 
 
 def choose_dtype(requested: str, checkpoint: str, fast_bfloat16: bool) -> str:

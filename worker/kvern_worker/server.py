@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -54,10 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         import uvloop
 
         uvloop.install()
+    code = 0
     try:
         asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress)))
     except (KvernError, OSError) as error:
-        sys.exit(f"kvern-worker: {error}")
+        print(f"kvern-worker: {error}", file=sys.stderr)
+        code = 1
+    # The loading or computing thread may be in native code, which a tidy interpreter shutdown would abort.
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _load(args: argparse.Namespace, progress: Progress) -> Executor:

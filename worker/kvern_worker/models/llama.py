@@ -86,7 +86,7 @@ class LlamaModel:
         self.config = config
         self.cos_sin = cos_sin
         self.embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [LlamaLayer(config, index, loader) for index in range(config.num_layers)]
+        self.layers = loader.map(lambda index: LlamaLayer(config, index, loader), config.num_layers)
         self.norm = loader.tensor("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
             self.head = loader.pack(self.embedding)

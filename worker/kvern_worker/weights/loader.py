@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,26 +14,41 @@ import kvern_kernels as kernels
 from kvern.rpc.errors import invalid
 from kvern_worker.weights.source import TensorSource
 
+T = TypeVar("T")
+
 # Buffers that some checkpoints carry and no one needs.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 
 
 class WeightLoader:
-    """Reads tensors of ``source`` as ``dtype``. ``on_bytes`` hears how many bytes of the file each one took."""
+    """Reads tensors of ``source`` as ``dtype``. ``on_bytes`` hears how many bytes of the file each one took.
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, on_bytes: Callable[[int], None]) -> None:
+    ``threads`` tensors are read at a time by :meth:`map`; each by one thread, because the many short operations
+    of dequantising would spend their time at the barriers of a pool.
+    """
+
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, on_bytes: Callable[[int], None], threads: int = 1
+    ) -> None:
         self._source = source
         self._dtype = dtype
         self._on_bytes = on_bytes
+        self._threads = threads
+        self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
         self.num_bytes = 0
+
+    def map(self, build: Callable[[int], T], count: int) -> list[T]:
+        """``[build(0), build(1), …]``, side by side. Raises what the first failing one raised."""
+        with ThreadPoolExecutor(self._threads, "load") as pool:
+            return list(pool.map(build, range(count)))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""
         out = torch.empty(shape, dtype=self._dtype)
         self._fill(name, out)
-        self.num_bytes += out.nbytes
+        self._count(num_bytes=out.nbytes)
         return out
 
     def linear(
@@ -49,7 +67,7 @@ class WeightLoader:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
         packed = kernels.pack_linear(weight, bias)
-        self.num_bytes += packed.num_bytes
+        self._count(num_bytes=packed.num_bytes)
         return packed
 
     def finish(self, *ignored: str) -> None:
@@ -83,5 +101,10 @@ class WeightLoader:
             )
         self._source.read_into(name, out)
         self._used.add(name)
-        self.num_parameters += out.numel()
+        self._count(num_parameters=out.numel())
         self._on_bytes(info.num_bytes if info is not None else out.nbytes)
+
+    def _count(self, num_bytes: int = 0, num_parameters: int = 0) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.num_parameters += num_parameters

@@ -8,7 +8,7 @@ import pytest
 from e2e.running import Running, run_kvern
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with run_kvern(tmp_path_factory.mktemp("clients")) as running:
         yield running

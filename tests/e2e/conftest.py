@@ -8,7 +8,7 @@ import pytest
 from e2e.running import Running, run_kvern
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """SmolLM2 through all services and a durable store. Tests leave it serving."""
     with run_kvern(tmp_path_factory.mktemp("smollm")) as running:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern_gateway.cli import bench_serve, bench_stack
-from kvern_gateway.cli.load_client import Pool, StreamRecord, Target
+from kvern_gateway.cli.load_client import Pool, Target
 from kvern_gateway.cli.ports import claim_port
 
 _START_TIMEOUT_S = 60.0
@@ -82,11 +82,7 @@ async def _until_healthy(target: Target) -> None:
     pool = Pool(target)
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            while True:
-                record = StreamRecord(prompt_len=0)
-                await pool.run(target.get("/health"), record)
-                if record.status == 200:
-                    return
+            while not await pool.is_healthy():
                 await asyncio.sleep(0.05)
     finally:
         pool.close()

@@ -293,6 +293,12 @@ class Pool:
             raise ConnectionError(record.error)
         return json.loads(body)
 
+    async def is_healthy(self) -> bool:
+        """Whether GET /health says 200."""
+        record = StreamRecord(prompt_len=0)
+        await self.run(self.target.get("/health"), record)
+        return record.status == 200
+
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()

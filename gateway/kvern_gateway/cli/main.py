@@ -315,6 +315,8 @@ def _run_fast(coroutine: Any) -> Any:
 
 
 def main() -> None:
+    # A supervisor forks and execs; gRPC's own fork handlers would only get in the way, and say so each time.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     app()
 
 

@@ -20,6 +20,9 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 # A unix socket's path, its closing zero included, fits 108 bytes.
 SOCKET_PATH_BYTES = 107
+# For answers in flight when all is stopped; below the supervisor's own patience.
+_GATEWAY_GRACE_S = 5
+
 _LONGEST_SOCKET_NAME = "scheduler.sock"
 
 # Which services take which option of `kvern up`. The names are the services' own.
@@ -116,7 +119,7 @@ def gateway_spec(options: StackOptions) -> ChildSpec:
         *("--host", options.host),
         *("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port)),
         *("--scheduler", f"unix:{options.socket('scheduler')}", "--model", str(options.model)),
-        *("--served-model-name", options.served_model_name),
+        *("--served-model-name", options.served_model_name, "--shutdown-grace", str(_GATEWAY_GRACE_S)),
         *render_flags("gateway", options.flags),
     ]
     return _spec(options, "gateway", argv)

@@ -15,12 +15,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvern_gateway.cli.load_client import Pool, Target
 from kvern_gateway.cli.ports import claim_port
 from kvern_gateway.cli.stack import StackOptions, UsageError, choose_run_dir, stack_specs
 from kvern_gateway.cli.supervisor import ChildFailed, Supervisor
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 POLL_S = 0.1
 
@@ -65,10 +67,14 @@ async def up(
     )
     stop, kill = _signals()
     with _data_dir(options.data_dir), _run_dir(options) as options:
-        supervisor = Supervisor(stack_specs(options), say=lambda line: console.print(line, markup=False))
+        supervisor = Supervisor(
+            stack_specs(options), say=lambda line: console.print(line, markup=False, soft_wrap=True)
+        )
         try:
             supervisor.start()
-            console.print(f"Kvern starts {options.served_model_name} ({options.model})", markup=False)
+            console.print(
+                f"Kvern starts {options.served_model_name} ({options.model})", markup=False, soft_wrap=True
+            )
             if options.store == "memory":
                 console.print(
                     "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them."
@@ -77,7 +83,9 @@ async def up(
             console.print("Stopping; Ctrl-C once more stops at once")
             return 0
         except ChildFailed as failure:
-            console.print(f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red", markup=False)
+            console.print(
+                f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red", markup=False, soft_wrap=True
+            )
             return 2
         finally:
             await supervisor.stop(kill)
@@ -158,12 +166,10 @@ def _run_dir(options: StackOptions) -> Iterator[StackOptions]:
 
 async def _until_serving(options: StackOptions, console: Console, times: StartTimes) -> None:
     """Shows the loading until the gateway's /health says 200. Raises ChildFailed when the worker reports a failure."""
-    from kvern_gateway.cli.load_client import Pool, Target
-
     async with _load_progress(options, console, times) as progress:
         pool = Pool(Target(options.host, options.http_port))
         try:
-            while not await _is_healthy(pool):
+            while not await pool.is_healthy():
                 if progress.done():
                     # Raises what the worker said.
                     progress.result()
@@ -171,15 +177,6 @@ async def _until_serving(options: StackOptions, console: Console, times: StartTi
         finally:
             pool.close()
     times.mark("serving")
-
-
-async def _is_healthy(pool: object) -> bool:
-    from kvern_gateway.cli.load_client import Pool, StreamRecord
-
-    assert isinstance(pool, Pool)
-    record = StreamRecord(prompt_len=0)
-    await pool.run(pool.target.get("/health"), record)
-    return record.status == 200
 
 
 @contextlib.asynccontextmanager
@@ -214,14 +211,12 @@ async def _load_progress(
             await asyncio.gather(watch, return_exceptions=True)
 
 
-async def _watch_worker(options: StackOptions, bar: object, times: StartTimes) -> None:
+async def _watch_worker(options: StackOptions, bar: Progress, times: StartTimes) -> None:
     import grpc.aio
-    from rich.progress import Progress
 
     from kvern.rpc.channel import create_channel
     from kvern.v1 import worker_pb2, worker_pb2_grpc
 
-    assert isinstance(bar, Progress)
     row = bar.add_task("starting the worker", total=None)
     async with create_channel(f"unix:{options.socket('worker')}") as channel:
         worker = worker_pb2_grpc.WorkerServiceStub(channel)

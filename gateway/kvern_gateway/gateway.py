@@ -1,0 +1,192 @@
+"""What both surfaces share: the model's text side, the session, and turning a request into a submit."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvern.block_hash import hash_prompt, join_hashes
+from kvern.rpc.errors import KvernError
+from kvern.rpc.packing import pack_i32
+from kvern.v1 import session_pb2
+from kvern.v1.sampling_pb2 import SamplingParams
+from kvern_gateway.limits import Limits
+from kvern_gateway.metrics import Metrics
+from kvern_gateway.output import TextOptions
+from kvern_gateway.scheduler_client import Generation, SchedulerClient, unavailable
+from kvern_gateway.text.chat_template import TemplateRenderer
+from kvern_gateway.text.detokenizer import DecoderFactory
+from kvern_gateway.text.tokenizer import TextModel
+from kvern_gateway.validation import (
+    Fields,
+    ModelFacts,
+    check_prompt_chars,
+    check_text,
+    stop_strings,
+    unimplemented,
+)
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who asks, under which name, and for how long."""
+
+    request_id: str
+    # The client chose the id: a lost connection doesn't cancel, the same id with the same body continues.
+    resumable: bool = False
+    body_digest: bytes = b""
+    tenant: str = ""
+    deadline_unix_ms: int = 0
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class Routing:
+    n: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(eq=False)
+class Gateway:
+    """Everything that outlives a request. Built once, after the model's text side is loaded."""
+
+    text: TextModel
+    client: SchedulerClient
+    limits: Limits = field(default_factory=Limits)
+    served_names: Sequence[str] = ()
+    metrics: Metrics = field(default_factory=Metrics)
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.decoders = DecoderFactory(self.text)
+        self.renderer = TemplateRenderer(self.text, self.limits)
+        self.started_at = time.time()
+        self._facts: tuple[session_pb2.Welcome, ModelFacts] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.client.connected.is_set() and not self.draining
+
+    def facts(self) -> ModelFacts:
+        """What the scheduler said of the model. Raises KvernError UNAVAILABLE before the first session."""
+        welcome = self.client.welcome
+        if welcome is None:
+            raise unavailable("no scheduler is connected yet; try again shortly")
+        if self._facts is None or self._facts[0] is not welcome:
+            self._facts = (welcome, ModelFacts.of(welcome.model, self.text.sampling_defaults))
+        return self._facts[1]
+
+    def names(self) -> list[str]:
+        """Names that requests may use, the one shown first."""
+        own = self.facts().name
+        return [*self.served_names, *([] if own in self.served_names else [own])]
+
+    def check_compatible(self) -> None:
+        """Refuses a tokenizer that isn't the served model's.
+
+        Raises:
+            ValueError: Its ids don't fit the model's vocabulary.
+        """
+        facts = self.facts()
+        # Models pad their vocabulary above the tokenizer's; a few tokenizers have an id or two too many.
+        if self.text.vocab_size > facts.vocab_size + 16:
+            raise ValueError(
+                f"the tokenizer has {self.text.vocab_size} tokens, the served model {facts.name!r} only "
+                f"{facts.vocab_size}: --model names the files of another model than the workers loaded"
+            )
+
+    async def tokenize(self, spelled: str, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises KvernError for text that isn't Unicode or that can't fit the context."""
+        check_text(spelled, text)
+        check_prompt_chars(spelled, text, self.facts(), self.limits)
+        return await self.text.encode_async(text, add_special_tokens)
+
+    def text_options(
+        self, fields: Fields, params: SamplingParams, *, default_skip: bool = True
+    ) -> TextOptions:
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= self.facts().eos_token_ids
+        return TextOptions(
+            self.decoders,
+            stop_strings(fields, self.limits),
+            include_stop=fields.boolean("include_stop_str_in_output"),
+            skip_special=fields.boolean("skip_special_tokens", default_skip),
+            end_ids=end_ids,
+            min_tokens=params.min_tokens,
+        )
+
+    def bad_word_ids(self, fields: Fields) -> list[int]:
+        """Ids of words that are one token each, with and without a space before them."""
+        ids: list[int] = []
+        for position, word in enumerate(fields.sequence("bad_words", self.limits.max_bad_words)):
+            name = f"{fields.spell('bad_words')}[{position}]"
+            entry = Fields({name: word})
+            if not entry.string(name, self.limits.max_stop_chars):
+                raise entry.error(name, word, "a word of at least one character")
+            single = [
+                tokens[0]
+                for form in (word, f" {word.lstrip()}")
+                if len(tokens := self.text.encode(form, add_special_tokens=False)) == 1
+            ]
+            if not single:
+                raise unimplemented(name, f"{name} is more than one token; only single tokens can be banned")
+            ids.extend(single)
+        return ids
+
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, identity: Identity, routing: Routing
+    ) -> Generation:
+        """Raises KvernError UNAVAILABLE; the scheduler's own answer comes by ``Generation.admitted``."""
+        welcome = self.client.welcome
+        assert welcome is not None, "facts() has been asked before"
+        hashes: list[bytes] = []
+        if welcome.prefix_caching and welcome.block_size:
+            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt)
+        return self.client.submit(
+            session_pb2.Submit(
+                request_id=identity.request_id,
+                tenant=identity.tenant,
+                body_digest=identity.body_digest,
+                prompt_token_ids=pack_i32(prompt_ids),
+                params=params,
+                n=routing.n,
+                block_hashes=join_hashes(hashes),
+                cache_salt=routing.cache_salt,
+                priority=routing.priority,
+                deadline_unix_ms=identity.deadline_unix_ms,
+                resumable=identity.resumable,
+                model=welcome.model.name,
+                traceparent=identity.traceparent,
+            )
+        )
+
+    def routing(self, fields: Fields) -> Routing:
+        return Routing(
+            fields.integer("n", 1, self.limits.max_n, 1),
+            fields.string("cache_salt", self.limits.max_salt_chars),
+            fields.integer("priority", -(2**31), 2**31 - 1, 0),
+        )
+
+
+async def admit(generations: Sequence[Generation]) -> None:
+    """Waits until all are admitted; when one is refused the others are cancelled and its error raised."""
+    try:
+        for generation in generations:
+            await generation.admitted
+    except BaseException:
+        for generation in generations:
+            generation.cancel()
+        raise
+
+
+def mint_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def log_safe(error: KvernError) -> str:
+    """For logs: never the value, which may be a piece of a prompt."""
+    return f"{error.code} {error.field}"

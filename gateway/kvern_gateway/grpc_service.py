@@ -1,0 +1,352 @@
+"""kvern.v1.GenerationService: the gRPC surface. Converts, checks with the same validator, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc.aio
+
+from kvern.rpc.errors import KvernError, invalid
+from kvern.v1 import generation_pb2 as pb
+from kvern.v1 import generation_pb2_grpc, sampling_pb2
+from kvern.v1.model_pb2 import ModelInfo
+from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
+from kvern_gateway.http.chat import parse_messages, template_kwargs
+from kvern_gateway.metrics import RequestClock
+from kvern_gateway.output import ChoiceOutput, TextOptions
+from kvern_gateway.scheduler_client import Choice, Generation, unavailable
+from kvern_gateway.validation import (
+    Fields,
+    check_model,
+    check_prompt_length,
+    check_request_id,
+    check_token_ids,
+    sampling_params,
+)
+
+SERVICE_NAME = "kvern.v1.GenerationService"
+ORPHAN_GRACE_S = 30.0
+
+_SAMPLING_OPTIONAL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+_SAMPLING_PLAIN = (
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+)
+_SAMPLING = frozenset((*_SAMPLING_OPTIONAL, *_SAMPLING_PLAIN))
+_SPELLED = {
+    "include_stop_str_in_output": "include_stop_in_output",
+    "skip_special_tokens": "keep_special_tokens",
+    "messages": "chat.messages",
+    "chat_template_kwargs": "chat.template_kwargs_json",
+}
+
+
+def _spell(name: str) -> str:
+    return f"sampling.{name}" if name in _SAMPLING else _SPELLED.get(name, name)
+
+
+def to_fields(request: pb.GenerateRequest) -> Fields:
+    """The request's values under canonical names; what it left out is left out."""
+    sampling: Any = request.sampling
+    values: dict[str, Any] = {
+        name: getattr(sampling, name) for name in _SAMPLING_OPTIONAL if sampling.HasField(name)
+    }
+    for name in _SAMPLING_PLAIN:
+        value = getattr(sampling, name)
+        if not value:
+            continue
+        if name == "logit_bias":
+            value = dict(value)
+        elif not isinstance(value, bool | int):
+            value = list(value)
+        values[name] = value
+    if request.n:
+        values["n"] = request.n
+    if request.stop:
+        values["stop"] = list(request.stop)
+    values["include_stop_str_in_output"] = request.include_stop_in_output
+    values["skip_special_tokens"] = not request.keep_special_tokens
+    values["cache_salt"] = request.cache_salt
+    values["priority"] = request.priority
+    return Fields(values, _spell)
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Servicer over one :class:`Gateway`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        gateway = self._gateway
+        start = time.monotonic()
+        if gateway.draining:
+            raise unavailable("this gateway is shutting down; another one will answer", 100)
+        check_model(request.model, gateway.names())
+        fields = to_fields(request)
+        model = gateway.facts()
+        name, prompt_ids = await self._prompt(request, fields)
+        check_prompt_length(name, len(prompt_ids), model)
+        most = gateway.limits.max_logprobs
+        params = sampling_params(
+            fields,
+            model,
+            gateway.limits,
+            len(prompt_ids),
+            logprobs=fields.integer("logprobs", 0, most, None),
+            prompt_logprobs=fields.integer("prompt_logprobs", 0, most, None),
+        )
+        options = gateway.text_options(fields, params)
+        routing = gateway.routing(fields)
+        identity = _identity(request, context)
+        generation = gateway.submit(prompt_ids, params, identity, routing)
+        outbox = Outbox(generation, options, RequestClock(gateway.metrics, start, routing.n))
+        cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
+        gateway.metrics.running += 1
+        try:
+            await admit([generation])
+            gateway.metrics.prompt_tokens += len(prompt_ids)
+            gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
+            accepted = pb.Accepted(
+                request_id=identity.request_id,
+                model=request.model or gateway.names()[0],
+                num_prompt_tokens=len(prompt_ids),
+            )
+            yield pb.GenerateResponse(accepted=accepted)
+            generation.attach_sink(outbox)
+            async for response in outbox:
+                yield response
+        finally:
+            gateway.metrics.running -= 1
+
+    async def Cancel(
+        self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.CancelResponse:
+        check_request_id("request_id", request.request_id)
+        return pb.CancelResponse(cancelled=self._gateway.client.cancel_request(request.request_id))
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.TokenizeResponse:
+        gateway = self._gateway
+        check_model(request.model, gateway.names())
+        if request.WhichOneof("input") == "chat":
+            ids = await self._chat(request.chat, "chat")
+        else:
+            ids = await gateway.tokenize("text", request.text, not request.skip_special_token_prefix)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=gateway.facts().max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DetokenizeResponse:
+        gateway = self._gateway
+        check_model(request.model, gateway.names())
+        fields = Fields({"token_ids": list(request.token_ids)})
+        ids = fields.token_ids("token_ids", gateway.limits.max_detokenize_ids, gateway.facts().vocab_size)
+        text = gateway.text.decode(ids, skip_special_tokens=not request.keep_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListModelsResponse:
+        gateway = self._gateway
+        names = gateway.names()
+        assert gateway.client.welcome is not None
+        models = []
+        for name in names:
+            info = ModelInfo()
+            info.CopyFrom(gateway.client.welcome.model)
+            info.name = name
+            models.append(info)
+        return pb.ListModelsResponse(models=models)
+
+    async def _prompt(self, request: pb.GenerateRequest, fields: Fields) -> tuple[str, list[int]]:
+        gateway = self._gateway
+        kind = request.WhichOneof("input")
+        if kind == "prompt":
+            add_special_tokens = not request.skip_special_token_prefix
+            return "prompt", await gateway.tokenize("prompt", request.prompt, add_special_tokens)
+        if kind == "prompt_token_ids":
+            ids = list(request.prompt_token_ids.ids)
+            return "prompt_token_ids", check_token_ids("prompt_token_ids", ids, gateway.facts().vocab_size)
+        if kind == "chat":
+            return "chat.messages", await self._chat(request.chat, "chat")
+        raise invalid(
+            "input", "there is no input; set prompt, prompt_token_ids or chat", limit="one of three"
+        )
+
+    async def _chat(self, chat: pb.ChatInput, name: str) -> list[int]:
+        gateway = self._gateway
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        kwargs: Any = {}
+        if chat.template_kwargs_json:
+            try:
+                kwargs = json.loads(chat.template_kwargs_json)
+            except (ValueError, RecursionError) as error:
+                spelled = f"{name}.template_kwargs_json"
+                raise invalid(
+                    spelled, f"{spelled} is not valid JSON: {error}", limit="a JSON object"
+                ) from None
+        fields = Fields({"messages": messages, "chat_template_kwargs": kwargs}, _spell)
+        parsed = parse_messages(gateway, fields)
+        text = await gateway.renderer.render(parsed, kwargs=template_kwargs(fields))
+        return await gateway.tokenize(f"{name}.messages", text, add_special_tokens=False)
+
+
+def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+    named = bool(request.request_id)
+    remaining = context.time_remaining()
+    metadata = dict(context.invocation_metadata() or ())
+    traceparent = metadata.get("traceparent", "")
+    return Identity(
+        check_request_id("request_id", request.request_id) if named else mint_id("gen"),
+        resumable=named,
+        body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),
+        # A call without a deadline reports the largest one there is.
+        deadline_unix_ms=0
+        if remaining is None or remaining > 10**8
+        else int((time.time() + remaining) * 1000),
+        traceparent=traceparent[:256] if isinstance(traceparent, str) else "",
+    )
+
+
+def _abandon(generation: Generation, identity: Identity) -> None:
+    """The call is over, however it ended."""
+    if not generation.open:
+        return
+    if identity.resumable and generation.admitted.done():
+        generation.orphan(ORPHAN_GRACE_S)
+    else:
+        generation.cancel()
+
+
+class _Pending:
+    """What one choice has for the client and couldn't send yet: one delta, however slow the client is."""
+
+    __slots__ = ("ended", "first_index", "logprobs", "output", "sent_end", "texts", "tokens")
+
+    def __init__(self, output: ChoiceOutput) -> None:
+        self.output = output
+        self.first_index = 0
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[sampling_pb2.TokenLogprobs] = []
+        self.ended = False
+        self.sent_end = False
+
+
+class Outbox:
+    """The sink of one call: fills at the session's pace, is emptied at the client's."""
+
+    def __init__(self, generation: Generation, options: TextOptions, clock: RequestClock) -> None:
+        self._generation = generation
+        self._clock = clock
+        self._pending = [_Pending(ChoiceOutput(choice, options)) for choice in generation.choices]
+        self._changed = asyncio.Event()
+        self._error: KvernError | None = None
+        self._prompt_logprobs_sent = False
+
+    def fail(self, error: KvernError) -> None:
+        self._error = error
+        self._changed.set()
+
+    def flush(self, choice: Choice) -> None:
+        pending = self._pending[choice.index]
+        output = pending.output
+        if pending.ended:
+            return
+        first, tokens = choice.take()
+        if tokens:
+            self._clock.tokens(choice.index, len(tokens), time.monotonic())
+        for index, token in enumerate(tokens, first):
+            pending.tokens.append(token)
+            text = output.push(token)
+            if text:
+                pending.texts.append(text)
+            entry = choice.logprobs.pop(index, None)
+            if entry is not None:
+                pending.logprobs.append(entry)
+            if output.finish_reason is not None:
+                break
+        if output.finish_reason is None and choice.finished is not None:
+            pending.texts.append(output.finish(choice.finished))
+        if output.finish_reason is not None:
+            pending.ended = True
+            finished = output.finished
+            self._clock.choice_finished(
+                output.finish_reason,
+                output.num_tokens,
+                time.monotonic(),
+                finished.queue_seconds if finished is not None else 0.0,
+                finished.prefill_seconds if finished is not None else 0.0,
+            )
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        while not all(pending.sent_end for pending in self._pending):
+            await self._changed.wait()
+            self._changed.clear()
+            for index, pending in enumerate(self._pending):
+                if pending.tokens or any(pending.texts):
+                    yield pb.GenerateResponse(delta=self._take(index, pending))
+                if pending.ended and not pending.sent_end:
+                    pending.sent_end = True
+                    yield pb.GenerateResponse(finished=self._finished(index, pending.output))
+            if self._error is not None:
+                raise self._error
+
+    def _take(self, index: int, pending: _Pending) -> pb.Delta:
+        delta = pb.Delta(
+            choice=index,
+            first_index=pending.first_index,
+            token_ids=pending.tokens,
+            text="".join(pending.texts),
+            logprobs=pending.logprobs,
+        )
+        pending.first_index += len(pending.tokens)
+        pending.tokens, pending.texts, pending.logprobs = [], [], []
+        if index == 0 and not self._prompt_logprobs_sent:
+            self._prompt_logprobs_sent = True
+            found = self._generation.choices[0].prompt_logprobs
+            delta.prompt_logprobs.extend(found[position] for position in sorted(found))
+        return delta
+
+    def _finished(self, index: int, output: ChoiceOutput) -> pb.ChoiceFinished:
+        reason = sampling_pb2.FinishReason.Value(f"FINISH_REASON_{(output.finish_reason or 'error').upper()}")
+        finished = output.finished
+        usage = pb.Usage(
+            num_prompt_tokens=len(self._generation.submit.prompt_token_ids) // 4,
+            num_cached_tokens=finished.num_cached_tokens if finished is not None else 0,
+            num_output_tokens=output.num_tokens,
+        )
+        result = pb.ChoiceFinished(choice=index, reason=reason, usage=usage)
+        if isinstance(output.stop_reason, str):
+            result.stop_string = output.stop_reason
+        elif output.stop_reason is not None:
+            result.stop_token_id = output.stop_reason
+        if finished is not None and finished.HasField("error"):
+            result.error.CopyFrom(finished.error)
+        return result

@@ -1,0 +1,145 @@
+"""The two generation routes as plain ASGI: read, check, submit, stream or collect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from kvern.rpc.errors import KvernError
+from kvern.v1 import error_pb2
+from kvern_gateway.gateway import Gateway, Identity, admit
+from kvern_gateway.http.parse import Job
+from kvern_gateway.http.protocol import SCOPE_KEY, Connection
+from kvern_gateway.http.results import Collector
+from kvern_gateway.http.streaming import EventStream
+from kvern_gateway.http.wire import (
+    Receive,
+    Scope,
+    Send,
+    echo_headers,
+    parse_object,
+    read_body,
+    send_error,
+    send_json,
+)
+from kvern_gateway.metrics import RequestClock
+from kvern_gateway.scheduler_client import Generation, unavailable
+
+log = logging.getLogger(__name__)
+
+Parser = Callable[[Gateway, Scope, bytes, dict[str, Any]], Awaitable[Job]]
+
+# A request whose client named it goes on this long without anyone listening.
+ORPHAN_GRACE_S = 30.0
+
+_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class GenerateRoute:
+    """An ASGI app for one path. A lost connection cancels at once."""
+
+    def __init__(self, gateway: Gateway, parse: Parser) -> None:
+        self._gateway = gateway
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        connection: Connection = scope[SCOPE_KEY]
+        task = asyncio.current_task()
+        assert task is not None
+        lost = False
+
+        def on_lost() -> None:
+            nonlocal lost
+            lost = True
+            task.cancel()
+
+        connection.on_lost = on_lost
+        gateway.metrics.running += 1
+        try:
+            await self._answer(scope, receive, send, connection)
+        except KvernError as error:
+            connection.on_lost = None
+            code = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+            gateway.metrics.refused[code] = gateway.metrics.refused.get(code, 0) + 1
+            await send_error(scope, receive, send, error)
+        except (ConnectionError, asyncio.CancelledError):
+            if not lost:
+                raise
+        finally:
+            gateway.metrics.running -= 1
+            connection.on_lost = connection.on_writable = None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: Connection) -> None:
+        gateway = self._gateway
+        start = time.monotonic()
+        body = await read_body(scope, receive, gateway.limits)
+        if gateway.draining:
+            raise unavailable("this gateway is shutting down; another one will answer", 100)
+        job = await self._parse(gateway, scope, body, parse_object(body))
+        generations = self._submit(job)
+        clock = RequestClock(gateway.metrics, start, job.num_choices)
+        try:
+            await admit(generations)
+            self._count(job)
+            ended = asyncio.Event()
+            if job.stream:
+                headers = [*_EVENT_STREAM, *echo_headers(scope)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                EventStream(gateway, job, generations, connection, clock, ended.set).start()
+                await ended.wait()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
+            collector = Collector(gateway, job, generations, clock, ended.set)
+            collector.start()
+            await ended.wait()
+        except BaseException:
+            self._abandon(job, generations)
+            raise
+        if collector.error is not None:
+            raise collector.error
+        await send_json(scope, send, collector.result())
+
+    def _submit(self, job: Job) -> list[Generation]:
+        generations: list[Generation] = []
+        try:
+            for index, prompt in enumerate(job.prompts):
+                identity = job.identity
+                if len(job.prompts) > 1:
+                    identity = Identity(
+                        f"{identity.request_id}-{index}",
+                        identity.resumable,
+                        identity.body_digest,
+                        identity.tenant,
+                        identity.deadline_unix_ms,
+                        identity.traceparent,
+                    )
+                generations.append(
+                    self._gateway.submit(prompt.token_ids, prompt.params, identity, job.routing)
+                )
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
+
+    def _count(self, job: Job) -> None:
+        metrics = self._gateway.metrics
+        metrics.request_n.observe(job.routing.n)
+        for prompt in job.prompts:
+            metrics.prompt_tokens += len(prompt.token_ids)
+            metrics.request_prompt_tokens.observe(len(prompt.token_ids))
+            metrics.request_max_tokens.observe(prompt.params.max_tokens)
+
+    def _abandon(self, job: Job, generations: Sequence[Generation]) -> None:
+        open_choices = sum(not choice.done for generation in generations for choice in generation.choices)
+        finished = self._gateway.metrics.finished
+        finished["abort"] = finished.get("abort", 0) + open_choices
+        for generation in generations:
+            if job.identity.resumable and generation.admitted.done():
+                generation.orphan(ORPHAN_GRACE_S)
+            else:
+                generation.cancel()

@@ -1,0 +1,230 @@
+"""Server-sent events: one per token and choice, events that come together joined into one write.
+
+An event is a head encoded once per choice, the text's JSON, and a tail encoded once per stream. Only requests with
+log-probabilities, token ids or running usage build tails per token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvern.rpc.errors import KvernError
+from kvern_gateway.gateway import Gateway
+from kvern_gateway.http.logprobs import LogprobFormatter
+from kvern_gateway.http.parse import Job
+from kvern_gateway.http.protocol import Connection
+from kvern_gateway.http.results import prompt_entries, usage_object
+from kvern_gateway.http.wire import encode_json, error_object
+from kvern_gateway.metrics import RequestClock
+from kvern_gateway.output import ChoiceOutput
+from kvern_gateway.scheduler_client import Choice, Generation
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """All events of one HTTP response. ``on_end`` is called once, after the last write."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        job: Job,
+        generations: Sequence[Generation],
+        connection: Connection,
+        clock: RequestClock,
+        on_end: Callable[[], object],
+    ) -> None:
+        self.job = job
+        self.clock = clock
+        self.connection = connection
+        self.generations = generations
+        self.plain = job.logprobs is None and not job.continuous_usage and not job.return_token_ids
+        self._on_end = on_end
+        self._ended = False
+        self._sinks = [
+            GenerationSink(self, generation, index * job.routing.n, gateway)
+            for index, generation in enumerate(generations)
+        ]
+        self._open = job.num_choices
+        self._waiting: dict[Choice, GenerationSink] = {}
+        connection.on_writable = self._resume
+
+    def start(self) -> None:
+        for generation, sink in zip(self.generations, self._sinks, strict=True):
+            generation.attach_sink(sink)
+
+    def base(self) -> bytes:
+        """The beginning of every event, open at the list of choices."""
+        kind = "chat.completion.chunk" if self.job.chat else "text_completion"
+        fields = encode_json(
+            {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
+        )
+        return b"data: " + fields[:-1] + b',"choices":['
+
+    def wait(self, sink: GenerationSink, choice: Choice) -> None:
+        """The client is slow: the choice's tokens stay where they are until it has read."""
+        self._waiting[choice] = sink
+
+    def _resume(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for choice, sink in waiting.items():
+            sink.flush(choice)
+
+    def choice_ended(self) -> None:
+        self._open -= 1
+        if self._open:
+            return
+        parts = []
+        if self.job.include_usage:
+            outputs = [output for sink in self._sinks for output in sink.outputs]
+            usage = encode_json(usage_object(self.job, outputs))
+            parts.append(self.base() + b'],"usage":' + usage + b"}\n\n")
+        self.connection.write_chunk(b"".join([*parts, DONE]))
+        self._end()
+
+    def fail(self, error: KvernError) -> None:
+        if not self._ended:
+            for generation in self.generations:
+                generation.cancel()
+            self.connection.write_chunk(b"data: " + encode_json(error_object(error)) + b"\n\n" + DONE)
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._waiting.clear()
+        self.connection.on_writable = None
+        self._on_end()
+
+
+class GenerationSink:
+    """Events of one prompt's choices; ``base_index`` is the index of its first choice in the response."""
+
+    def __init__(
+        self, stream: EventStream, generation: Generation, base_index: int, gateway: Gateway
+    ) -> None:
+        job = stream.job
+        self._stream = stream
+        self._generation = generation
+        self._text = gateway.text
+        self._base_index = base_index
+        self._prompt = job.prompts[base_index // job.routing.n]
+        self.outputs = [ChoiceOutput(choice, job.options) for choice in generation.choices]
+        base = stream.base()
+        key, self._close = (b'"delta":{"content":', b"}") if job.chat else (b'"text":', b"")
+        self._heads = [base + b'{"index":%d,' % (base_index + i) + key for i in range(len(self.outputs))]
+        self._tail = self._close + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._formatter = LogprobFormatter(gateway.decoders, job.logprobs or 0, job.tokens_as_ids)
+        self._offsets = [0] * len(self.outputs)
+        self._begun = [False] * len(self.outputs)
+
+    def fail(self, error: KvernError) -> None:
+        self._stream.fail(error)
+
+    def flush(self, choice: Choice) -> None:
+        stream = self._stream
+        if not stream.connection.writable:
+            stream.wait(self, choice)
+            return
+        index = choice.index
+        output = self.outputs[index]
+        if output.finish_reason is not None:
+            return
+        first, tokens = choice.take()
+        parts: list[bytes] = [] if self._begun[index] else self._begin(index)
+        if tokens:
+            now = time.monotonic()
+            stream.clock.tokens(self._base_index + index, len(tokens), now)
+        head, tail, plain = self._heads[index], self._tail, stream.plain
+        push = output.push
+        last = len(tokens) - 1 if choice.finished is not None else -1
+        for position, token in enumerate(tokens):
+            text = push(token)
+            if position == last and output.finish_reason is None:
+                assert choice.finished is not None
+                text += output.finish(choice.finished)
+            if stream.job.echo_only:
+                text = ""
+            if plain and output.finish_reason is None:
+                parts.append(head)
+                parts.append(encode_json(text))
+                parts.append(tail)
+            else:
+                parts.append(
+                    head + encode_json(text) + self._full_tail(choice, output, token, first + position)
+                )
+            if output.finish_reason is not None:
+                break
+        if output.finish_reason is None and choice.finished is not None:
+            text = output.finish(choice.finished)
+            parts.append(head + encode_json(text) + self._full_tail(choice, output, None, 0))
+        if parts:
+            stream.connection.write_chunk(b"".join(parts))
+        if output.finish_reason is not None:
+            self._choice_ended(choice, output)
+
+    def _begin(self, index: int) -> list[bytes]:
+        """What precedes a choice's first token: the role of a chat, the echo of a completion."""
+        self._begun[index] = True
+        stream, job = self._stream, self._stream.job
+        base = stream.base()
+        prompt_ids = b""
+        if job.return_token_ids:
+            prompt_ids = b',"prompt_token_ids":' + encode_json(self._prompt.token_ids)
+        if job.chat:
+            role = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            return [base + role % (self._base_index + index) + prompt_ids + b"}\n\n"]
+        if not job.echo and not prompt_ids:
+            return []
+        text = ""
+        logprobs: Any = None
+        if job.echo:
+            given = self._prompt.text
+            text = given or self._text.decode(self._prompt.token_ids, job.options.skip_special)
+            if job.logprobs is not None:
+                entries = prompt_entries(self._generation, self._prompt.token_ids)
+                logprobs, _ = self._formatter.completion(entries, 0)
+            self._offsets[index] = len(text)
+        tail = b',"logprobs":' + encode_json(logprobs) + b',"finish_reason":null' + prompt_ids + b"}]}\n\n"
+        return [self._heads[index] + encode_json(text) + tail]
+
+    def _full_tail(self, choice: Choice, output: ChoiceOutput, token: int | None, index: int) -> bytes:
+        """Everything after the text of an event that carries more than text. ``token`` None: no token, only an end."""
+        job = self._stream.job
+        logprobs: Any = None
+        if job.logprobs is not None and token is not None and not job.echo_only:
+            entries = [(token, choice.logprobs.pop(index, None))]
+            if job.chat:
+                logprobs = self._formatter.chat(entries)
+            else:
+                logprobs, self._offsets[choice.index] = self._formatter.completion(
+                    entries, self._offsets[choice.index]
+                )
+        tail = self._close + b',"logprobs":' + encode_json(logprobs)
+        tail += b',"finish_reason":' + encode_json(output.finish_reason)
+        if output.finish_reason is not None:
+            tail += b',"stop_reason":' + encode_json(output.stop_reason)
+        if job.return_token_ids:
+            tail += b',"token_ids":' + encode_json([] if token is None or job.echo_only else [token])
+        tail += b"}]"
+        if job.continuous_usage:
+            tail += b',"usage":' + encode_json(usage_object(job, [output]))
+        error = (
+            output.finished.error if output.finished is not None and output.finish_reason == "error" else None
+        )
+        if error is not None and error.message:
+            tail += b"," + encode_json(error_object(KvernError.from_pb(error)))[1:-1]
+        return tail + b"}\n\n"
+
+    def _choice_ended(self, choice: Choice, output: ChoiceOutput) -> None:
+        choice.logprobs.clear()
+        finished = output.finished
+        self._stream.clock.choice_finished(
+            output.finish_reason or "error",
+            output.num_tokens,
+            time.monotonic(),
+            finished.queue_seconds if finished is not None else 0.0,
+            finished.prefill_seconds if finished is not None else 0.0,
+        )
+        self._stream.choice_ended()

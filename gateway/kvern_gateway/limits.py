@@ -1,0 +1,30 @@
+"""What a request may ask for. One place, so that every refusal can name its limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes are counts unless the name says bytes or chars."""
+
+    max_body_bytes: int = 4 * 2**20
+    max_prompts: int = 128
+    max_n: int = 128
+    # n times the number of prompts.
+    max_choices: int = 1_024
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1_024
+    max_bad_words: int = 256
+    max_messages: int = 4_096
+    max_salt_chars: int = 256
+    # Text longer than this many characters per context token can't fit, and isn't tokenized to find out.
+    max_chars_per_token: int = 64
+    max_detokenize_ids: int = 1_000_000
+    # Rendering a chat template: wall time, and characters of output.
+    template_timeout_s: float = 0.9
+    max_template_chars: int = 8 * 2**20

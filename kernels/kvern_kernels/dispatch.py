@@ -18,6 +18,7 @@ log = logging.getLogger("kvern.kernels")
 
 BACKENDS = ("cpu", "reference")
 _forced: str | None = None
+_failures: dict[str, str] = {}  # backend → why it cannot serve here; tried once per process
 
 
 class Unavailable(RuntimeError):
@@ -64,7 +65,10 @@ def resolve(op: str) -> Any:
 
 
 def _load(backend: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"kvern_kernels.{backend}")
-    except ImportError as error:
-        raise Unavailable(str(error)) from error
+    if backend not in _failures:
+        try:
+            return importlib.import_module(f"kvern_kernels.{backend}")
+        except ImportError as error:
+            _failures[backend] = str(error)
+            log.warning("%s kernels are unavailable, a slower backend serves: %s", backend, error)
+    raise Unavailable(_failures[backend])

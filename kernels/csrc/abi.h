@@ -1,0 +1,103 @@
+// What a variant offers to the dispatcher in kernels.cpp, and the structures that cross the border.
+#pragma once
+
+#include <stdint.h>
+
+namespace kvern {
+
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+constexpr int64_t TYPE_BYTES[] = {4, 2, 2};
+
+// Rows of heads, or of plain vectors: element (t, h, d) lies at data + t * row + h * head + d.
+struct Rows {
+  const void* data;
+  int64_t row, head;
+  Type type;
+};
+
+// y[m, n] = x[m, k] · panels + bias, y contiguous. Weights come in panels of 16 outputs:
+// F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to even k and whole panels.
+struct Linear {
+  const void* x;
+  int64_t x_row;
+  Type x_type;
+  const void* weight;
+  Type weight_type;
+  const float* bias;  // [n] rounded up to 16, or null
+  void* y;
+  int64_t m, n, k;
+  int threads;
+};
+
+// Keys [blocks, heads, block_size, dim], the strides as given; values likewise, all of one type.
+struct Cache {
+  void *keys, *values;
+  int64_t key_strides[4], value_strides[4];
+  int64_t blocks, heads, block_size, dim;
+  Type type;
+};
+
+struct Attention {
+  Rows q;
+  void* out;  // [tokens, query_heads, dim] contiguous, q's type
+  int64_t query_heads;
+  Cache cache;
+  const int32_t* block_tables;
+  int64_t table_row;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  int64_t sequences;
+  float scale, softcap;
+  int64_t window;
+  int threads;
+};
+
+struct Rope {
+  Rows q, k, v;
+  void* q_out;  // [tokens, query_heads, dim] contiguous, q's type
+  int64_t tokens, query_heads;
+  const void* positions;
+  bool positions_64;
+  const float* cos_sin;  // [max_positions, rotary]
+  int64_t max_positions, rotary;
+  const int64_t* slots;
+  Cache cache;
+  bool interleaved;
+  const void *q_norm, *k_norm;  // [dim] of norm_type, or null
+  Type norm_type;
+  float eps;
+  int threads;
+};
+
+// out = norm(x [+ residual]) * weight, all [rows, dim]; with a residual, total = x + residual.
+struct Norm {
+  Rows x, residual;
+  const void* weight;
+  Type weight_type;
+  void *out, *total;
+  int64_t rows, dim;
+  float eps;
+  int threads;
+};
+
+struct Gate {
+  Rows x;     // [rows, 2 * inner]
+  void* out;  // [rows, inner] contiguous
+  int64_t rows, inner;
+  bool gelu;
+  int threads;
+};
+
+struct Ops {
+  const char* name;
+  void (*linear)(const Linear&);
+  void (*attention)(const Attention&);
+  void (*rope_and_store)(const Rope&);
+  void (*norm)(const Norm&);
+  void (*gate)(const Gate&);
+};
+
+// Grows, never shrinks; one per calling thread. Slot 0..3 are separate buffers.
+void* scratch(int slot, int64_t bytes);
+
+}  // namespace kvern

@@ -1,0 +1,199 @@
+// Norms, rotary embedding with the store into the cache, and gated activations: one row at a time.
+#pragma once
+
+#include <omp.h>
+
+#include "abi.h"
+#include "simd.h"
+
+namespace KVERN_ISA {
+
+constexpr int64_t PARALLEL_ELEMENTS = 32768;  // fewer are done sooner by one thread
+constexpr int MAX_HEAD = 1024;
+
+template <class T>
+struct Plain {
+  using type = T;
+};
+template <class T>
+struct Plain<const T&> {
+  using type = T;
+};
+template <class T>
+using plain = typename Plain<T>::type;  // const T& → T
+
+// Calls f(typed pointer) for data of a run-time type.
+template <class F>
+INLINE void typed(kvern::Type type, const void* p, F f) {
+  switch (type) {
+    case kvern::F32: return f((const float*)p);
+    case kvern::BF16: return f((const bf16*)p);
+    case kvern::F16: return f((const f16*)p);
+  }
+}
+
+// f(offset, count) for each 16 elements of a row, the last maybe fewer.
+template <class F>
+INLINE void by_lanes(int64_t dim, F f) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) f(d, LANES);
+  if (d < dim) f(d, (int)(dim - d));
+}
+template <class T>
+INLINE V16 get(const T* p, int count) {
+  return count == LANES ? load(p) : load_some(p, count);
+}
+template <class T>
+INLINE void put(T* p, V16 a, int count) {
+  if (count == LANES) {
+    store(p, a);
+  } else {
+    store_some(p, a, count);
+  }
+}
+
+static float inverse_rms(V16 squares, int64_t dim, float eps) {
+  return 1.0f / __builtin_sqrtf(hsum(squares) / (float)dim + eps);
+}
+
+template <class X, class W>
+static void norm_row(const X* x, const X* residual, X* total, const W* weight, X* out, int64_t dim, float eps) {
+  V16 squares = zero();
+  by_lanes(dim, [&](int64_t d, int count) {
+    V16 a = get(x + d, count);
+    if (residual) {
+      put(total + d, a + get(residual + d, count), count);
+      a = get(total + d, count);  // as rounded
+    }
+    squares = fma(a, a, squares);
+  });
+  const X* from = residual ? total : x;
+  V16 scale = set1(inverse_rms(squares, dim, eps));
+  by_lanes(dim, [&](int64_t d, int count) {
+    put(out + d, get(from + d, count) * scale * get(weight + d, count), count);
+  });
+}
+
+static void norm(const kvern::Norm& a) {
+  typed(a.x.type, a.x.data, [&](auto* x) {
+    using X = plain<decltype(*x)>;
+    typed(a.weight_type, a.weight, [&](auto* weight) {
+      const X* residual = (const X*)a.residual.data;
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.dim > PARALLEL_ELEMENTS)
+      for (int64_t r = 0; r < a.rows; ++r) {
+        norm_row(x + r * a.x.row, residual ? residual + r * a.residual.row : nullptr,
+                 residual ? (X*)a.total + r * a.dim : nullptr, weight, (X*)a.out + r * a.dim, a.dim, a.eps);
+      }
+    });
+  });
+}
+
+static void norm_head(float* x, const kvern::Rope& a, const void* weight) {
+  if (!weight) return;
+  int64_t dim = a.cache.dim;
+  V16 squares = zero();
+  by_lanes(dim, [&](int64_t d, int count) {
+    V16 v = get(x + d, count);
+    squares = fma(v, v, squares);
+  });
+  V16 scale = set1(inverse_rms(squares, dim, a.eps));
+  typed(a.norm_type, weight, [&](auto* w) {
+    by_lanes(dim, [&](int64_t d, int count) { put(x + d, get(x + d, count) * scale * get(w + d, count), count); });
+  });
+}
+
+static void rotate_head(float* x, const kvern::Rope& a, const float* cos_sin) {
+  const int64_t half = a.rotary / 2;
+  const float *cosines = cos_sin, *sines = cos_sin + half;
+  if (a.interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      float p = x[2 * i], q = x[2 * i + 1];
+      x[2 * i] = p * cosines[i] - q * sines[i];
+      x[2 * i + 1] = q * cosines[i] + p * sines[i];
+    }
+    return;
+  }
+  by_lanes(half, [&](int64_t i, int count) {
+    V16 p = get(x + i, count), q = get(x + half + i, count);
+    V16 c = get(cosines + i, count), s = get(sines + i, count);
+    put(x + i, p * c - q * s, count);
+    put(x + half + i, q * c + p * s, count);
+  });
+}
+
+INLINE void load_head(const kvern::Rows& rows, int64_t token, int64_t head, float* to, int64_t dim) {
+  typed(rows.type, rows.data, [&](auto* data) {
+    auto* from = data + token * rows.row + head * rows.head;
+    by_lanes(dim, [&](int64_t d, int count) { put(to + d, get(from + d, count), count); });
+  });
+}
+
+// One head of one token into its slot of a cache, whatever its layout.
+INLINE void store_head(const float* x, void* cache, const int64_t* strides, const kvern::Cache& c, int64_t slot,
+                       int64_t head) {
+  int64_t at = slot / c.block_size * strides[0] + head * strides[1] + slot % c.block_size * strides[2];
+  typed(c.type, cache, [&](auto* data) {
+    using T = plain<decltype(*data)>;
+    T* to = (T*)data + at;
+    by_lanes(c.dim, [&](int64_t d, int count) {
+      if (strides[3] == 1) return put(to + d, get(x + d, count), count);
+      T lanes[LANES];
+      store(lanes, get(x + d, count));
+      for (int i = 0; i < count; ++i) to[(d + i) * strides[3]] = lanes[i];
+    });
+  });
+}
+
+static void rope_and_store(const kvern::Rope& a) {
+  const int64_t dim = a.cache.dim, heads = a.cache.heads;
+#pragma omp parallel for num_threads(a.threads) if (a.tokens * a.query_heads * dim > PARALLEL_ELEMENTS)
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    alignas(64) float x[MAX_HEAD];
+    int64_t position = a.positions_64 ? ((const int64_t*)a.positions)[t] : ((const int32_t*)a.positions)[t];
+    const float* cos_sin = a.cos_sin + position * a.rotary;
+    for (int64_t h = 0; h < a.query_heads; ++h) {
+      load_head(a.q, t, h, x, dim);
+      norm_head(x, a, a.q_norm);
+      rotate_head(x, a, cos_sin);
+      typed(a.q.type, a.q_out, [&](auto* data) {
+        using T = plain<decltype(*data)>;
+        T* out = (T*)data + (t * a.query_heads + h) * dim;
+        by_lanes(dim, [&](int64_t d, int count) { put(out + d, get(x + d, count), count); });
+      });
+    }
+    int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    for (int64_t h = 0; h < heads; ++h) {
+      load_head(a.k, t, h, x, dim);
+      norm_head(x, a, a.k_norm);
+      rotate_head(x, a, cos_sin);
+      store_head(x, a.cache.keys, a.cache.key_strides, a.cache, slot, h);
+      load_head(a.v, t, h, x, dim);
+      store_head(x, a.cache.values, a.cache.value_strides, a.cache, slot, h);
+    }
+  }
+}
+
+INLINE V16 silu(V16 x) { return x / (set1(1.0f) + exp(zero() - x)); }
+// x/2 (1 + tanh u) = x / (1 + e^-2u)
+INLINE V16 gelu_tanh(V16 x) {
+  V16 u = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
+  return x / (set1(1.0f) + exp(set1(-2.0f) * u));
+}
+
+static void gate(const kvern::Gate& a) {
+  typed(a.x.type, a.x.data, [&](auto* x) {
+    using X = plain<decltype(*x)>;
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.inner > PARALLEL_ELEMENTS / 4)
+    for (int64_t r = 0; r < a.rows; ++r) {
+      const X *gates = x + r * a.x.row, *ups = gates + a.inner;
+      X* out = (X*)a.out + r * a.inner;
+      by_lanes(a.inner, [&](int64_t i, int count) {
+        V16 g = get(gates + i, count);
+        put(out + i, (a.gelu ? gelu_tanh(g) : silu(g)) * get(ups + i, count), count);
+      });
+    }
+  });
+}
+
+}  // namespace KVERN_ISA

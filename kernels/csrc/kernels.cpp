@@ -1,0 +1,185 @@
+// The library's C interface: picks a variant for this processor, checks indices, packs weights.
+#include "abi.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+namespace kvern {
+
+#define DECLARE(isa)      \
+  namespace isa {         \
+  extern const Ops ops;   \
+  }
+DECLARE(portable)
+#ifdef HAVE_avx2
+DECLARE(avx2)
+#endif
+#ifdef HAVE_avx512
+DECLARE(avx512)
+#endif
+#ifdef HAVE_avx512_bf16
+DECLARE(avx512_bf16)
+#endif
+
+struct Buffer {
+  void* data = nullptr;
+  int64_t size = 0;
+  ~Buffer() { free(data); }
+};
+
+void* scratch(int slot, int64_t bytes) {
+  static thread_local Buffer buffers[4];
+  Buffer& b = buffers[slot];
+  if (b.size < bytes) {
+    free(b.data);
+    b.size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+    b.data = aligned_alloc(4096, b.size);
+    if (!b.data) abort();
+  }
+  return b.data;
+}
+
+static const Ops* variants[4];
+static int variant_count = 0;
+static const Ops* current = nullptr;
+
+__attribute__((constructor)) static void find_variants() {
+  variants[variant_count++] = &portable::ops;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#ifdef HAVE_avx2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    variants[variant_count++] = &avx2::ops;
+  }
+#endif
+#ifdef HAVE_avx512
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (wide) variants[variant_count++] = &avx512::ops;
+#ifdef HAVE_avx512_bf16
+  if (wide && __builtin_cpu_supports("avx512bf16")) variants[variant_count++] = &avx512_bf16::ops;
+#endif
+#endif
+#endif
+  current = variants[variant_count - 1];
+}
+
+// Whether every index that a call would follow stays inside its tensor.
+static bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks) {
+  for (int64_t s = 0; s < a.sequences; ++s) {
+    int64_t length = a.seq_lens[s], from = a.query_start[s], to = a.query_start[s + 1];
+    int64_t blocks = (length + a.cache.block_size - 1) / a.cache.block_size;
+    if (from < 0 || to < from || to > tokens || to - from > length || blocks > max_blocks) return false;
+    if (from == to) continue;
+    for (int64_t b = 0; b < blocks; ++b) {
+      int32_t block = a.block_tables[s * a.table_row + b];
+      if (block < 0 || block >= a.cache.blocks) return false;
+    }
+  }
+  return true;
+}
+
+static Cache cache_of(void* keys, void* values, const int64_t* shape) {
+  // shape: blocks, heads, block_size, dim, type, four strides of keys, four of values
+  Cache c = {keys, values, {}, {}, shape[0], shape[1], shape[2], shape[3], (Type)shape[4]};
+  memcpy(c.key_strides, shape + 5, sizeof c.key_strides);
+  memcpy(c.value_strides, shape + 9, sizeof c.value_strides);
+  return c;
+}
+
+}  // namespace kvern
+
+using namespace kvern;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+constexpr int OK = 0, OUT_OF_RANGE = 1;
+
+EXPORT int kvern_variant_count() { return variant_count; }
+EXPORT const char* kvern_variant_name(int i) { return variants[i]->name; }
+EXPORT const char* kvern_variant() { return current->name; }
+EXPORT void kvern_use_variant(int i) { current = variants[i]; }
+
+// weight [n, k] contiguous of `type` F32 or BF16 → panels (see Linear).
+EXPORT void kvern_pack(const void* weight, int type, void* panels, int64_t n, int64_t k) {
+  const int64_t pair = type == BF16 ? 2 : 1, padded = (k + pair - 1) / pair * pair;
+  const int64_t size = TYPE_BYTES[type];
+#pragma omp parallel for
+  for (int64_t p = 0; p < (n + 15) / 16; ++p) {
+    char* panel = (char*)panels + p * 16 * padded * size;
+    memset(panel, 0, 16 * padded * size);
+    for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
+      const char* row = (const char*)weight + (p * 16 + j) * k * size;
+      if (type == F32) {
+        for (int64_t i = 0; i < k; ++i) ((float*)panel)[i * 16 + j] = ((const float*)row)[i];
+      } else {
+        for (int64_t i = 0; i < k; ++i) ((uint16_t*)panel)[(i / 2 * 16 + j) * 2 + i % 2] = ((const uint16_t*)row)[i];
+      }
+    }
+  }
+}
+
+EXPORT void kvern_linear(int threads, const void* x, int64_t x_row, int x_type, const void* weight, int weight_type,
+                         const void* bias, void* y, int64_t m, int64_t n, int64_t k) {
+  current->linear({x, x_row, (Type)x_type, weight, (Type)weight_type, (const float*)bias, y, m, n, k, threads});
+}
+
+EXPORT int kvern_attention(int threads, const void* q, int64_t q_row, int64_t q_head, int q_type, void* out,
+                           int64_t tokens, int64_t query_heads, void* keys, void* values, const int64_t* shape,
+                           const int32_t* tables, int64_t table_row, int64_t max_blocks, const int32_t* query_start,
+                           const int32_t* seq_lens, int64_t sequences, float scale, float softcap, int64_t window) {
+  Attention a = {{q, q_row, q_head, (Type)q_type}, out, query_heads, cache_of(keys, values, shape), tables, table_row,
+                 query_start, seq_lens, sequences, scale, softcap, window, threads};
+  if (!tables_fit(a, tokens, max_blocks)) return OUT_OF_RANGE;
+  current->attention(a);
+  return OK;
+}
+
+EXPORT int kvern_rope_and_store(int threads, const void* q, int64_t q_row, int64_t q_head, const void* k,
+                                int64_t k_row, int64_t k_head, const void* v, int64_t v_row, int64_t v_head, int type,
+                                void* q_out, int64_t tokens, int64_t query_heads, const void* positions,
+                                int positions_64, const float* cos_sin, int64_t max_positions, int64_t rotary,
+                                const int64_t* slots, void* keys, void* values, const int64_t* shape, int interleaved,
+                                const void* q_norm, const void* k_norm, int norm_type, float eps) {
+  const Type t = (Type)type;
+  Rope a = {{q, q_row, q_head, t}, {k, k_row, k_head, t}, {v, v_row, v_head, t}, q_out, tokens, query_heads, positions,
+            positions_64 != 0, cos_sin, max_positions, rotary, slots, cache_of(keys, values, shape), interleaved != 0,
+            q_norm, k_norm, (Type)norm_type, eps, threads};
+  const int64_t slot_count = a.cache.blocks * a.cache.block_size;
+  for (int64_t i = 0; i < tokens; ++i) {
+    int64_t position = positions_64 ? ((const int64_t*)positions)[i] : ((const int32_t*)positions)[i];
+    if (position < 0 || position >= max_positions || slots[i] >= slot_count) return OUT_OF_RANGE;
+  }
+  current->rope_and_store(a);
+  return OK;
+}
+
+EXPORT void kvern_norm(int threads, const void* x, int64_t x_row, const void* residual, int64_t residual_row, int type,
+                       const void* weight, int weight_type, void* out, void* total, int64_t rows, int64_t dim,
+                       float eps) {
+  const Type t = (Type)type;
+  current->norm({{x, x_row, 0, t}, {residual, residual_row, 0, t}, weight, (Type)weight_type, out, total, rows, dim, eps,
+                 threads});
+}
+
+EXPORT void kvern_gate(int threads, const void* x, int64_t x_row, int type, void* out, int64_t rows, int64_t inner,
+                       int gelu) {
+  current->gate({{x, x_row, 0, (Type)type}, out, rows, inner, gelu != 0, threads});
+}
+
+// Block sources[i] → targets[i] of both caches, each block `bytes` long and contiguous.
+EXPORT int kvern_copy_blocks(void* keys, void* values, int64_t bytes, int64_t blocks, const int64_t* sources,
+                             const int64_t* targets, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (sources[i] < 0 || sources[i] >= blocks || targets[i] < 0 || targets[i] >= blocks) return OUT_OF_RANGE;
+  }
+  char* held = (char*)scratch(0, 2 * count * bytes);  // read all before writing any
+  for (int64_t i = 0; i < count; ++i) {
+    memcpy(held + 2 * i * bytes, (char*)keys + sources[i] * bytes, bytes);
+    memcpy(held + (2 * i + 1) * bytes, (char*)values + sources[i] * bytes, bytes);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    memcpy((char*)keys + targets[i] * bytes, held + 2 * i * bytes, bytes);
+    memcpy((char*)values + targets[i] * bytes, held + (2 * i + 1) * bytes, bytes);
+  }
+  return OK;
+}

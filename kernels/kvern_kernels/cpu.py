@@ -1,0 +1,301 @@
+"""The C++ backend: checks and pointers here, arithmetic in kernels/csrc.
+
+A tensor whose dtype or device it does not know goes to the torch reference. Rows may be strided (a
+slice of a fused projection); only the last dimension must be dense, and is made so if it isn't.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvern_kernels import library, reference
+
+_library = library.load()
+NAME = f"cpu/{_library.kvern_variant().decode()}"
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_HUGE_PAGE = 2 << 20
+_threads = torch.get_num_threads
+_linear, _norm, _gate = _library.kvern_linear, _library.kvern_norm, _library.kvern_gate
+_attention, _rope, _copy = (
+    _library.kvern_attention,
+    _library.kvern_rope_and_store,
+    _library.kvern_copy_blocks,
+)
+
+new_kv_cache = reference.new_kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """Weights in panels of 16 outputs (layout: csrc/abi.h), bias in float32 padded to whole panels."""
+
+    panels: Tensor
+    bias: Tensor | None
+    type: int
+    in_features: int
+    out_features: int
+    address: int
+    bias_address: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | reference.PackedLinear:
+    """Repack weight [N, K] (float32, bfloat16; float16 is widened to float32) and bias [N] once.
+
+    The result owns its memory; `weight` may be freed.
+    """
+    if weight.device.type != "cpu" or weight.dtype not in _TYPES:
+        return reference.pack_linear(weight, bias)
+    if weight.dtype == torch.float16:
+        weight = weight.float()
+    weight = weight.contiguous()
+    n, k = weight.shape
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    whole = -(-n // 16) * 16
+    panels = _aligned(whole * (-(-k // pair) * pair), weight.dtype)
+    _library.kvern_pack(weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
+    padded = None
+    if bias is not None:
+        padded = torch.zeros(whole)
+        padded[:n] = bias
+    return PackedLinear(
+        panels,
+        padded,
+        _TYPES[weight.dtype],
+        k,
+        n,
+        panels.data_ptr(),
+        None if padded is None else padded.data_ptr(),
+    )
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` elements on a page boundary, in huge pages where the system grants them."""
+    size = max(count * dtype.itemsize, 1)
+    memory = mmap.mmap(-1, size)
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+
+
+def linear(x: Tensor, packed: PackedLinear | reference.PackedLinear) -> Tensor:
+    """x [T, K] → x·Wᵀ + b, [T, N], in x's dtype. Raises ValueError on a wrong width."""
+    x_type = _TYPES.get(x.dtype)
+    if x_type is None or not isinstance(packed, PackedLinear):
+        return reference.linear(x, packed)  # type: ignore[arg-type]
+    m, k = x.shape
+    if k != packed.in_features:
+        raise ValueError(f"linear: x has {k} features, the weights take {packed.in_features}")
+    x = _dense(x)
+    n = packed.out_features
+    out = torch.empty((m, n), dtype=x.dtype)
+    if m:
+        _linear(
+            *(_threads(), x.data_ptr(), x.stride(0), x_type, packed.address, packed.type),
+            *(packed.bias_address, out.data_ptr(), m, n, k),
+        )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See reference.rms_norm."""
+    x_type, weight_type = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+    if x_type is None or weight_type is None or x.dim() != 2:
+        return reference.rms_norm(x, weight, eps)
+    x = _dense(x)
+    rows, dim = x.shape
+    _check_width("rms_norm", weight, dim)
+    out = torch.empty((rows, dim), dtype=x.dtype)
+    _norm(
+        *(_threads(), x.data_ptr(), x.stride(0), None, 0, x_type),
+        *(weight.data_ptr(), weight_type, out.data_ptr(), None, rows, dim, eps),
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See reference.add_rms_norm."""
+    x_type, weight_type = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+    if x_type is None or weight_type is None or x.dtype != residual.dtype or x.dim() != 2:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x, residual = _dense(x), _dense(residual)
+    rows, dim = x.shape
+    _check_width("add_rms_norm", weight, dim)
+    if residual.shape != x.shape:
+        raise ValueError(f"add_rms_norm: residual {tuple(residual.shape)} is not like x {tuple(x.shape)}")
+    out = torch.empty((rows, dim), dtype=x.dtype)
+    total = torch.empty((rows, dim), dtype=x.dtype)
+    _norm(
+        *(_threads(), x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), x_type),
+        *(weight.data_ptr(), weight_type, out.data_ptr(), total.data_ptr(), rows, dim, eps),
+    )
+    return out, total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See reference.silu_and_mul."""
+    return _gated(x, gelu=False)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See reference.gelu_and_mul."""
+    return _gated(x, gelu=True)
+
+
+def _gated(x: Tensor, gelu: bool) -> Tensor:
+    x_type = _TYPES.get(x.dtype)
+    if x_type is None or x.dim() != 2:
+        return reference.gelu_and_mul(x) if gelu else reference.silu_and_mul(x)
+    x = _dense(x)
+    rows, inner = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, inner), dtype=x.dtype)
+    _gate(_threads(), x.data_ptr(), x.stride(0), x_type, out.data_ptr(), rows, inner, gelu)
+    return out
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """See reference.rope_and_store. Raises ValueError on a position or slot out of range."""
+    type_ = _TYPES.get(q.dtype)
+    norm_type = 0 if q_norm is None else _TYPES.get(q_norm.dtype)
+    same = q.dtype == k.dtype == v.dtype and (q_norm is None) == (k_norm is None)
+    if q_norm is not None and k_norm is not None:
+        same = same and q_norm.dtype == k_norm.dtype
+    if type_ is None or norm_type is None or not same or k_cache.dtype not in _TYPES or q.shape[2] > 1024:
+        return reference.rope_and_store(
+            *(q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache, interleaved, q_norm, k_norm, eps)
+        )
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    tokens, heads, dim = q.shape
+    if k.shape != v.shape or k.shape[2] != dim or (k_cache.shape[1], k_cache.shape[3]) != k.shape[1:]:
+        raise ValueError(
+            f"rope_and_store: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and "
+            f"cache {tuple(k_cache.shape)} do not fit"
+        )
+    q_row, q_head, _ = q.stride()
+    k_row, k_head, _ = k.stride()
+    v_row, v_head, _ = v.stride()
+    cos_sin, slot_mapping = cos_sin.contiguous(), slot_mapping.contiguous()
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+    status = _rope(
+        *(_threads(), q.data_ptr(), q_row, q_head, k.data_ptr(), k_row, k_head, v.data_ptr(), v_row, v_head),
+        *(type_, out.data_ptr(), tokens, heads, positions.data_ptr(), positions.dtype == torch.int64),
+        *(cos_sin.data_ptr(), cos_sin.shape[0], cos_sin.shape[1], slot_mapping.data_ptr()),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), _layout(k_cache, v_cache), interleaved),
+        *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr()),
+        *(norm_type, eps),
+    )
+    if status:
+        raise ValueError(
+            f"rope_and_store: a position is outside 0…{cos_sin.shape[0] - 1} or a slot outside the cache of "
+            f"{k_cache.shape[0]} blocks of {k_cache.shape[2]}"
+        )
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """See reference.paged_attention. Raises ValueError when a length or block id is out of range."""
+    type_ = _TYPES.get(q.dtype)
+    if type_ is None or k_cache.dtype not in _TYPES:
+        return reference.paged_attention(
+            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap)
+        )
+    q = _dense(q)
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    if dim != k_cache.shape[3] or heads % kv_heads:
+        raise ValueError(
+            f"paged_attention: q {tuple(q.shape)} and cache {tuple(k_cache.shape)} do not fit: the head sizes "
+            "must be equal and the query heads a multiple of the key heads"
+        )
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("query_start", query_start),
+        ("seq_lens", seq_lens),
+    ):
+        if tensor.dtype != torch.int32 or (tensor.stride(-1) != 1 and tensor.numel() > 1):
+            raise ValueError(f"paged_attention: {name} must be int32 and dense, not {tensor.dtype}")
+    q_row, q_head, _ = q.stride()
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+    status = _attention(
+        *(_threads(), q.data_ptr(), q_row, q_head, type_, out.data_ptr(), tokens, heads),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), _layout(k_cache, v_cache), block_tables.data_ptr()),
+        *(block_tables.stride(0), block_tables.shape[1], query_start.data_ptr(), seq_lens.data_ptr()),
+        *(seq_lens.shape[0], scale, softcap, window),
+    )
+    if status:
+        raise ValueError(
+            f"paged_attention: query_start, seq_lens or block_tables reach outside q ({tokens} tokens), the table "
+            f"({block_tables.shape[1]} blocks) or the cache ({k_cache.shape[0]} blocks of {k_cache.shape[2]})"
+        )
+    return out
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """See reference.copy_blocks. Raises ValueError on a block id out of range."""
+    elements = k_cache[0].numel() if k_cache.shape[0] else 0
+    if k_cache.stride(0) != elements or v_cache.stride(0) != elements:
+        return reference.copy_blocks(k_cache, v_cache, sources, targets)
+    sources, targets = sources.contiguous(), targets.contiguous()
+    status = _copy(
+        *(k_cache.data_ptr(), v_cache.data_ptr(), elements * k_cache.itemsize, k_cache.shape[0]),
+        *(sources.data_ptr(), targets.data_ptr(), sources.shape[0]),
+    )
+    if status:
+        raise ValueError(f"copy_blocks: a block id is outside 0…{k_cache.shape[0] - 1}")
+    return None
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_width(op: str, weight: Tensor, dim: int) -> None:
+    if weight.shape[0] != dim or weight.stride(0) != 1:
+        raise ValueError(f"{op}: weight {tuple(weight.shape)} must be dense and of x's width, {dim}")
+
+
+def _layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Shape and strides of a cache for the library, kept on the tensor since they never change."""
+    known = getattr(k_cache, "_kvern_layout", None)
+    if known is not None and known[0] == v_cache.data_ptr():
+        return known[1]
+    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"the key cache {tuple(k_cache.shape)} differs from the value cache {tuple(v_cache.shape)}"
+        )
+    values = [*k_cache.shape, _TYPES[k_cache.dtype], *k_cache.stride(), *v_cache.stride()]
+    layout = (ctypes.c_int64 * len(values))(*values)
+    k_cache._kvern_layout = (v_cache.data_ptr(), layout)  # type: ignore[attr-defined]
+    return layout

@@ -1,0 +1,87 @@
+"""Loads the compiled kernels with ctypes: signatures, thread count and the choice of a variant."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from kvern_kernels import build
+
+log = logging.getLogger("kvern.kernels")
+
+SIGNATURES: dict[str, list[type]] = {
+    "kvern_pack": [c_void_p, c_int, c_void_p, c_int64, c_int64],
+    "kvern_linear": [
+        *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p],
+        *[c_int64] * 3,
+    ],
+    "kvern_attention": [
+        *[c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64],
+        *[c_void_p] * 4,
+        *[c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_int64],
+    ],
+    "kvern_rope_and_store": [
+        c_int,
+        *[c_void_p, c_int64, c_int64] * 3,
+        *[c_int, c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int64],
+        *[c_void_p] * 4,
+        *[c_int, c_void_p, c_void_p, c_int, c_float],
+    ],
+    "kvern_norm": [
+        *[c_int, c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p],
+        *[c_int64, c_int64, c_float],
+    ],
+    "kvern_gate": [c_int, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int],
+    "kvern_copy_blocks": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64],
+    "kvern_use_variant": [c_int],
+    "kvern_variant_name": [c_int],
+    "kvern_variant_count": [],
+    "kvern_variant": [],
+}
+
+
+def load() -> ctypes.CDLL:
+    """The library, compiled first if need be. Raises ImportError with the reason when that can't be."""
+    try:
+        path = build.library_path()
+        _share_openmp()
+        library = ctypes.CDLL(str(path))
+    except (build.BuildError, OSError) as error:
+        raise ImportError(str(error)) from error
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int
+    library.kvern_variant.restype = library.kvern_variant_name.restype = c_char_p
+    wanted = os.environ.get("KVERN_CPU_ISA")
+    if wanted:
+        use_variant(library, wanted)
+    return library
+
+
+def variants(library: ctypes.CDLL) -> list[str]:
+    """Names of the variants that this processor can run, the fastest last."""
+    return [library.kvern_variant_name(i).decode() for i in range(library.kvern_variant_count())]
+
+
+def use_variant(library: ctypes.CDLL, name: str) -> None:
+    """Serve all ops from the variant `name` from now on. Raises ImportError if it can't run here."""
+    names = variants(library)
+    if name not in names:
+        raise ImportError(f"kernel variant {name!r} cannot run here: use one of {', '.join(names)}")
+    library.kvern_use_variant(names.index(name))
+
+
+def _share_openmp() -> None:
+    """Make torch's OpenMP runtime visible, so that the kernels use its threads and not their own."""
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return
+    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)

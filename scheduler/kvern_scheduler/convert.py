@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvern.block_hash import split_hashes
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
-
-from kvern_scheduler.core.errors import ProtocolError, invalid
+from kvern_scheduler.core.errors import ProtocolError, RequestError, invalid
 from kvern_scheduler.core.plan import Entry, Plan, Result
 from kvern_scheduler.core.requests import Finish, Submission, sequence_seed
 
@@ -111,4 +110,21 @@ def finish_to_pb(finish: Finish, handle: int = 0) -> session_pb2.Finished:
         num_preemptions=finish.num_preemptions,
         queue_seconds=finish.queue_seconds,
         prefill_seconds=finish.prefill_seconds,
+    )
+
+
+def finish_from_pb(pb: session_pb2.Finished) -> Finish:
+    error = None
+    if pb.HasField("error"):
+        e = pb.error
+        error = RequestError(e.code, e.message, field=e.field, value=e.value, limit=e.limit)
+    return Finish(
+        pb.reason,
+        pb.num_output_tokens,
+        pb.stop_token_id if pb.HasField("stop_token_id") else None,
+        error,
+        num_cached_tokens=pb.num_cached_tokens,
+        num_preemptions=pb.num_preemptions,
+        queue_seconds=pb.queue_seconds,
+        prefill_seconds=pb.prefill_seconds,
     )

@@ -137,6 +137,17 @@ def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: in
         raise invalid(field, f"step {plan.step}: {field} names {largest}", value=largest, limit=limit - 1)
 
 
+def _is_empty(plan: worker_pb2.StepPlan) -> bool:
+    """A plan without content: a leader's first word, by which it claims the batch before it takes the inventory."""
+    return not (
+        plan.decode_slots or plan.prefill_slots or plan.new_sequences or plan.released_slots or plan.append_slots
+    )
+
+
+def _claim(plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
+
+
 def failed_step(plan: worker_pb2.StepPlan, error: BaseException) -> worker_pb2.StepResult:
     """The result of a step whose computation raised: every sequence in it failed, with INTERNAL."""
     pb = KvernError(
@@ -385,7 +396,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         assert self._executor is not None
         started = time.perf_counter()
         try:
-            result = self._executor.run(plan)
+            result = _claim(plan) if _is_empty(plan) else self._executor.run(plan)
         except KvernError:
             raise
         except Exception as error:

@@ -80,6 +80,13 @@ class Group:
         """Blocks that anyone may take."""
         return self.pool.num_available - self.num_reserved
 
+    @property
+    def has_room(self) -> bool:
+        """Another plan may be sent, and there may be something to plan."""
+        return len(self.in_flight) < self.limits.max_plans_in_flight and (
+            self.queue.num_waiting > 0 or self.batch.num_running > 0
+        )
+
     def enqueue(self, sequence: Sequence) -> None:
         sequence.group = self
         self.queue.push(sequence)

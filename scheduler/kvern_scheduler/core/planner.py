@@ -115,6 +115,8 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     batch.reserved[slot] = reserve
     batch.protected[slot] = protect
     group.num_reserved += reserve
+    group.num_prefix_queries += num_tokens
+    group.num_prefix_hits += len(hits) * size
     group.prefilling[slot] = None
     sequence.state = State.RUNNING
     if not sequence.first_scheduled:
@@ -129,10 +131,7 @@ def _prefix_hit(group: Group, sequence: Sequence) -> list[int]:
         return []
     if sequence.request.submission.params.HasField("prompt_logprobs") and not sequence.output:
         return []
-    hits = group.pool.match(sequence.hashes, (sequence.num_tokens - 1) // group.block_size)
-    group.num_prefix_queries += sequence.num_tokens
-    group.num_prefix_hits += len(hits) * group.block_size
-    return hits
+    return group.pool.match(sequence.hashes, (sequence.num_tokens - 1) // group.block_size)
 
 
 def _schedule(group: Group, plan: Plan, chunks: dict[int, int], decodes: Slots) -> None:

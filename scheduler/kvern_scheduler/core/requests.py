@@ -69,7 +69,15 @@ class Finish:
 class Request:
     """One submission, alive until its last choice has finished and its retention is over."""
 
-    __slots__ = ("arrived", "num_unfinished", "rid", "sequences", "submission", "waiting_siblings")
+    __slots__ = (
+        "arrived",
+        "num_uncommitted",
+        "num_unfinished",
+        "rid",
+        "sequences",
+        "submission",
+        "waiting_siblings",
+    )
 
     def __init__(self, rid: int, submission: Submission, arrived: float) -> None:
         self.rid = rid
@@ -77,6 +85,8 @@ class Request:
         self.arrived = arrived
         self.sequences = [Sequence(self, choice) for choice in range(submission.n)]
         self.num_unfinished = submission.n
+        # Choices whose end has not gone into a commit yet.
+        self.num_uncommitted = submission.n
         # Choices 1 and on wait until choice 0 has put the prompt into the prefix cache.
         self.waiting_siblings: list[Sequence] = []
 
@@ -89,6 +99,7 @@ class Sequence:
     """One choice of a request. While it runs, its newest tokens and its blocks are in the batch's arrays."""
 
     __slots__ = (
+        "announced",
         "attempts",
         "choice",
         "finish",
@@ -128,6 +139,8 @@ class Sequence:
         self.first_scheduled = 0.0
         self.first_token = 0.0
         self.finish: Finish | None = None
+        # The end is committed, so gateways may know of it.
+        self.announced = False
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,0 +1,201 @@
+"""Commits the core's changes, one commit at a time, beside the steps; what is acknowledged may be seen by gateways.
+
+While a commit is in flight the changes of later steps are merged, so under load many steps share a commit. A step
+never waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvern_scheduler.convert import finish_to_pb, submission_to_pb
+from kvern_scheduler.core.changes import Changes, Indexed, Tokens
+from kvern_scheduler.store.base import (
+    CommitStatus,
+    Delta,
+    IndexEntries,
+    Leadership,
+    Store,
+    StoredFinish,
+    StoreUnavailable,
+)
+from kvern_scheduler.timings import Timings
+
+RENEW_S = 0.3
+RETRY_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Fenced(Exception):
+    """Another scheduler leads."""
+
+
+class Committer:
+    """``release`` gets the changes of each acknowledged commit, in order. ``instance_of`` names the worker instance
+    behind a group's index."""
+
+    def __init__(
+        self,
+        store: Store,
+        leadership: Leadership,
+        release: Callable[[Changes], None],
+        instance_of: Callable[[int], str],
+        timings: Timings,
+        retention_s: int,
+    ) -> None:
+        self.epoch = leadership.epoch
+        self.step = leadership.step
+        self._store = store
+        self._release = release
+        self._instance_of = instance_of
+        self._timings = timings
+        self._retention_s = retention_s
+        self._pending = Changes()
+        self._dropped: list[tuple[str, int]] = []
+        self._wake = asyncio.Event()
+        self._failing_since: float | None = None
+
+    @property
+    def stalled(self) -> bool:
+        """The store has not answered for a while: nothing new should be accepted."""
+        return self._failing_since is not None and time.monotonic() - self._failing_since > 0.5
+
+    def drop_instance(self, instance: str, num_blocks: int) -> None:
+        """A worker instance is gone: its index goes with the next commit."""
+        self._dropped.append((instance, num_blocks))
+        self._wake.set()
+
+    def add(self, changes: Changes) -> None:
+        """Commits ``changes`` at once where the store is inline, or with the next commit."""
+        if self._store.inline:
+            started = time.perf_counter()
+            delta = self._delta(changes)
+            status = self._store.commit_now(self.epoch, self.step + 1, delta, b"")
+            if status is not CommitStatus.OK:
+                raise Fenced(f"commit of step {self.step + 1} answered {status.name}")
+            self.step += 1
+            self._timings.commit.add(time.perf_counter() - started)
+            self._release(changes)
+            return
+        self._pending.extend(changes)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Commits until cancelled. Raises Fenced when another scheduler leads."""
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), RENEW_S)
+            except TimeoutError:
+                await self._renew()
+                continue
+            self._wake.clear()
+            while self._pending or self._dropped:
+                changes = self._pending.take()
+                await asyncio.shield(self._commit(self._delta(changes)))
+                self._release(changes)
+
+    async def _renew(self) -> None:
+        try:
+            renewed = await self._store.renew(self.epoch)
+        except StoreUnavailable as error:
+            self._note_failure(error)
+            return
+        self._failing_since = None
+        if not renewed:
+            raise Fenced(f"the lease of epoch {self.epoch} went to another scheduler")
+
+    async def _commit(self, delta: Delta) -> None:
+        """Repeats the same commit until the store has it. Nothing is exposed meanwhile."""
+        started = time.perf_counter()
+        digest = delta.digest()
+        while True:
+            try:
+                status = await self._store.commit(self.epoch, self.step + 1, delta, digest)
+                break
+            except StoreUnavailable as error:
+                self._note_failure(error)
+                await asyncio.sleep(RETRY_S)
+        if status not in (CommitStatus.OK, CommitStatus.DUP):
+            raise Fenced(f"commit of step {self.step + 1} in epoch {self.epoch} answered {status.name}")
+        self.step += 1
+        if self._failing_since is not None:
+            log.info("the store answers again after %.1f s", time.monotonic() - self._failing_since)
+            self._failing_since = None
+        self._timings.commit.add(time.perf_counter() - started)
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+            log.warning("the store does not answer (%s); computing goes on, nothing is shown", error)
+
+    def _delta(self, changes: Changes) -> Delta:
+        delta = Delta()
+        for request in changes.requests:
+            delta.requests.append((request.rid, submission_to_pb(request.submission).SerializeToString()))
+            delta.next_rid = max(delta.next_rid, request.rid + 1)
+        if changes.tokens:
+            _pack_tokens(changes.tokens, delta)
+        for sequence in changes.finished:
+            assert sequence.finish is not None
+            request = sequence.request
+            delta.finished.append(
+                StoredFinish(
+                    sequence.seq_no,
+                    finish_to_pb(sequence.finish).SerializeToString(),
+                    last=False,
+                    retain_s=self._retention_s if request.submission.resumable else 0,
+                )
+            )
+        _mark_last(changes, delta)
+        if changes.indexed:
+            delta.indexed = self._pack_index(changes.indexed)
+        delta.dropped, self._dropped = self._dropped, []
+        return delta
+
+    def _pack_index(self, indexed: list[Indexed]) -> list[IndexEntries]:
+        by_group: dict[int, list[Indexed]] = {}
+        for entry in indexed:
+            by_group.setdefault(entry.group, []).append(entry)
+        return [
+            IndexEntries(
+                self._instance_of(group),
+                np.array([e.block for e in entries], np.uint32),
+                np.array([e.generation for e in entries], np.uint32),
+                b"".join(e.block_hash for e in entries),
+            )
+            for group, entries in by_group.items()
+        ]
+
+
+def _mark_last(changes: Changes, delta: Delta) -> None:
+    """A request's last finish is the one after which none of its sequences is unfinished, in this commit's order."""
+    last: dict[int, int] = {}
+    for index, sequence in enumerate(changes.finished):
+        if sequence.request.num_uncommitted == 1:
+            last[sequence.request.rid] = index
+        sequence.request.num_uncommitted -= 1
+    for index in last.values():
+        delta.finished[index].last = True
+
+
+def _pack_tokens(batches: list[Tokens], delta: Delta) -> None:
+    """Sorts the tokens of all steps by sequence, in order of index for each."""
+    if len(batches) == 1:  # one token a sequence: nothing to sort
+        batch = batches[0]
+        delta.seq_nos, delta.tokens = batch.seq_nos, batch.token_ids
+        delta.counts = np.ones(batch.seq_nos.size, np.uint32)
+        return
+    seq_nos = np.concatenate([batch.seq_nos for batch in batches])
+    tokens = np.concatenate([batch.token_ids for batch in batches])
+    order = np.argsort(seq_nos, kind="stable")
+    seq_nos = seq_nos[order]
+    starts = np.flatnonzero(np.diff(seq_nos, prepend=-1))
+    delta.seq_nos = seq_nos[starts]
+    delta.counts = np.diff(starts, append=seq_nos.size).astype(np.uint32)
+    delta.tokens = tokens[order]

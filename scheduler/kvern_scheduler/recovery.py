@@ -1,0 +1,77 @@
+"""How a scheduler becomes the leader, and what it takes over from the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+
+import grpc.aio
+
+from kvern.rpc.channel import create_channel
+from kvern.v1 import session_pb2, session_pb2_grpc
+from kvern_scheduler.convert import finish_from_pb, submission_from_pb
+from kvern_scheduler.core.requests import Request, State
+from kvern_scheduler.engine import Engine
+from kvern_scheduler.store.base import Held, Leadership, Store, StoredRequest, StoreUnavailable
+from kvern_scheduler.store.base import State as StoredState
+
+PROBE_TIMEOUT_S = 0.3
+
+log = logging.getLogger(__name__)
+
+
+async def acquire(store: Store, owner: str, address: str) -> Leadership:
+    """Waits until the cell has no leader, or takes over from one whose address answers no more."""
+    last_error = ""
+    while True:
+        try:
+            answer = await store.acquire(owner, address)
+            if isinstance(answer, Held) and not await _answers(answer.address):
+                log.info("the leader at %s does not answer; taking over", answer.address)
+                answer = await store.acquire(owner, address, steal=answer.epoch)
+        except StoreUnavailable as error:
+            if str(error) != last_error:
+                last_error = str(error)
+                log.warning("the store does not answer: %s", last_error)
+            await asyncio.sleep(0.1)
+            continue
+        if isinstance(answer, Leadership):
+            return answer
+        await asyncio.sleep(min(answer.expires_in, 0.1))
+
+
+async def _answers(address: str) -> bool:
+    async with create_channel(address) as channel:
+        stub = session_pb2_grpc.SchedulerServiceStub(channel)
+        try:
+            await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            # A frozen leader does not answer either, but its lease says how long to wait for it.
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return True
+
+
+def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:
+    """Unfinished requests queue again, with the outputs that were committed; finished ones stay readable."""
+    engine.cell.skip_rids(max(leadership.next_rid, state.next_rid))
+    for stored in sorted(state.requests.values(), key=lambda stored: stored.rid):
+        request = request_from_store(stored, engine.clock())
+        committed = {choice: tokens.size for choice, tokens in stored.tokens.items()}
+        engine.adopt(request, committed)
+
+
+def request_from_store(stored: StoredRequest, now: float) -> Request:
+    pb = session_pb2.Submit.FromString(stored.record)
+    request = Request(stored.rid, submission_from_pb(pb), now)
+    for sequence in request.sequences:
+        tokens = stored.tokens.get(sequence.choice)
+        if tokens is not None:
+            sequence.output = array("i", tokens.tobytes())
+        finish = stored.finishes.get(sequence.choice)
+        if finish is not None:
+            sequence.finish = finish_from_pb(session_pb2.Finished.FromString(finish))
+            sequence.state = State.FINISHED
+            request.num_unfinished -= 1
+            request.num_uncommitted -= 1
+    return request

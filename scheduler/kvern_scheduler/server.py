@@ -1,0 +1,191 @@
+"""``kvern-scheduler``: acquires the leadership of its cell, recovers, serves gateways, drives workers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+import uuid
+
+import uvloop
+from prometheus_client import start_http_server
+
+from kvern.rpc.server import Server, stop_on_signals
+from kvern.v1 import session_pb2_grpc
+from kvern_scheduler.committer import Committer, Fenced
+from kvern_scheduler.core.group import Limits
+from kvern_scheduler.engine import Engine
+from kvern_scheduler.metrics import Metrics
+from kvern_scheduler.recovery import acquire, adopt
+from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
+from kvern_scheduler.store.base import Store
+from kvern_scheduler.store.memory import MemoryStore
+from kvern_scheduler.workers import Worker
+
+log = logging.getLogger("kvern_scheduler")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvern-scheduler", description=__doc__)
+    parser.add_argument("--listen", required=True, metavar="ADDR", help="host:port or unix:/path")
+    parser.add_argument("--worker", action="append", required=True, metavar="ADDR", help="repeat for several")
+    parser.add_argument("--redis-url", metavar="URL", help="redis://…, or unix:///path/to.sock")
+    parser.add_argument(
+        "--store", choices=["memory", "redis"], help="default: redis with --redis-url, else memory"
+    )
+    parser.add_argument("--cell", default="default", help="names the keys in Redis")
+    parser.add_argument("--max-num-batched-tokens", type=_positive, default=2048, metavar="N")
+    parser.add_argument("--max-num-seqs", type=_positive, default=256, metavar="N")
+    parser.add_argument(
+        "--long-prefill-token-threshold",
+        type=int,
+        default=0,
+        metavar="N",
+        help="longer prompts get at most this many tokens of a step that others need; 0: a quarter of the budget",
+    )
+    parser.add_argument("--max-long-partial-prefills", type=_positive, default=2, metavar="N")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--max-queued-requests", type=_positive, default=2048, metavar="N")
+    parser.add_argument("--max-queued-tokens", type=_positive, default=2_000_000, metavar="N")
+    parser.add_argument(
+        "--retention-s", type=int, default=600, metavar="S", help="of finished, named requests"
+    )
+    parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
+    parser.add_argument("--metrics-port", type=int, default=0, metavar="PORT", help="0: none")
+    parser.add_argument("--log-level", default="INFO")
+    args = parser.parse_args(argv)
+    if args.store == "redis" and not args.redis_url:
+        parser.error("--store redis needs --redis-url")
+    if args.store == "memory" and args.redis_url:
+        parser.error("--store memory contradicts --redis-url; give one of them")
+    return args
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    return Limits(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        max_long_prefills=args.max_long_partial_prefills,
+        enable_prefix_caching=args.enable_prefix_caching,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+    )
+
+
+def make_store(args: argparse.Namespace) -> Store:
+    if args.redis_url:
+        from kvern_scheduler.store.redis import RedisStore
+
+        return RedisStore(args.redis_url, args.cell, lease_s=args.lease_s)
+    log.warning(
+        "--store memory: a restart of this scheduler loses all requests; give --redis-url to keep them"
+    )
+    return MemoryStore(args.lease_s)
+
+
+async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | None = None) -> None:
+    """Runs until SIGTERM or ``stop``. Raises Fenced when another scheduler takes over, OSError when the address is
+    taken."""
+    stop = stop or stop_on_signals()
+    started = time.monotonic()
+    servicer = SchedulerServicer(args.cell, store.name)
+    server = Server([SERVICE_NAME])
+    session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
+    await server.start(args.listen)
+    tasks: list[asyncio.Task[None]] = []
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        leading = asyncio.create_task(acquire(store, owner, args.listen))
+        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            leading.cancel()
+            return
+        leadership = await leading
+        metrics = Metrics()
+        engine = Engine(args.cell, limits_of(args), metrics, args.retention_s)
+        metrics.watch(engine)
+        committer = Committer(
+            store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
+        )
+        engine.committer = committer
+        tasks.append(asyncio.create_task(committer.run()))
+        state = await store.load()
+        adopt(engine, state, leadership)
+        workers = [Worker(engine, address, leadership.epoch, state.index) for address in args.worker]
+        tasks += [asyncio.create_task(worker.run()) for worker in workers]
+        servicer.lead(engine, workers, leadership.epoch)
+        tasks.append(asyncio.create_task(_report_health(server, workers)))
+        if args.metrics_port:
+            start_http_server(args.metrics_port, registry=metrics.registry)
+        log.info(
+            "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s",
+            args.cell,
+            leadership.epoch,
+            time.monotonic() - started,
+            len(engine.cell.requests),
+            args.listen,
+        )
+        _calm_gc()
+        done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task is not stopping:
+                task.result()
+    finally:
+        servicer.drain()
+        await server.drain(0.2)
+        for task in [*tasks, stopping]:
+            task.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        await store.close()
+
+
+async def _report_health(server: Server, workers: list[Worker]) -> None:
+    """SERVING while a worker is ready."""
+    serving = False
+    while True:
+        if any(worker.ready for worker in workers) != serving:
+            serving = not serving
+            await server.set_serving(serving)
+        await asyncio.sleep(0.05)
+
+
+def _calm_gc() -> None:
+    """What start-up made lives for ever; and no cycle collection may pause a step for long."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        uvloop.run(serve(args, make_store(args)))
+    except Fenced as error:
+        log.error("stops leading: %s", error)
+        sys.exit(3)
+    except OSError as error:
+        log.error("%s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A gateway's session: what is to be sent, merged into one message per flush, and a bound on it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+from kvern.rpc.errors import KvernError
+from kvern.v1 import error_pb2, session_pb2
+from kvern_scheduler.core.requests import Sequence
+
+HEARTBEAT_S = 0.25
+SILENCE_S = 1.25
+MAX_BUFFERED_TOKENS = 128 * 1024
+
+U32 = npt.NDArray[np.uint32]
+
+
+class Session:
+    """The events of one gateway's handles. Appending never waits: a gateway that does not read fills the buffer, and
+    is then dropped; its requests go on, and can be attached to again."""
+
+    def __init__(self, number: int, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.number = number
+        self.gateway_id = ""
+        self.sequences: dict[int, Sequence] = {}
+        self.overflowed = False
+        self.last_heard = time.monotonic()
+        self._context = context
+        self._wake = asyncio.Event()
+        self._message = session_pb2.SessionResponse()
+        self._dirty = False
+        self._handles: list[U32] = []
+        self._indexes: list[U32] = []
+        self._token_ids: list[npt.NDArray[np.int32]] = []
+        self._num_tokens = 0
+
+    def welcome(self, welcome: session_pb2.Welcome) -> None:
+        self._message.welcome.CopyFrom(welcome)
+        self._touch()
+
+    def admitted(self, admitted: session_pb2.Admitted) -> None:
+        self._message.admitted.append(admitted)
+        self._touch()
+
+    def refused(self, refused: session_pb2.Refused) -> None:
+        self._message.refused.append(refused)
+        self._touch()
+
+    def logprobs(self, logprobs: session_pb2.ChoiceLogprobs) -> None:
+        self._message.logprobs.append(logprobs)
+        self._touch()
+
+    def finished(self, finished: session_pb2.Finished) -> None:
+        """The handle's last word."""
+        self._message.finished.append(finished)
+        self.sequences.pop(finished.handle, None)
+        self._touch()
+
+    def tokens(self, handles: U32, indexes: U32, token_ids: npt.NDArray[np.int32]) -> None:
+        """Parallel arrays; consecutive for each handle."""
+        if self.overflowed:
+            return
+        self._handles.append(handles)
+        self._indexes.append(indexes)
+        self._token_ids.append(token_ids)
+        self._num_tokens += token_ids.size
+        if self._num_tokens > MAX_BUFFERED_TOKENS:
+            self.overflowed = True
+            self._handles, self._indexes, self._token_ids = [], [], []
+        self._touch()
+
+    def _touch(self) -> None:
+        if not self._dirty:
+            self._dirty = True
+            self._wake.set()
+
+    def _take(self) -> session_pb2.SessionResponse:
+        message, self._message = self._message, session_pb2.SessionResponse()
+        self._dirty = False
+        if self._handles:
+            message.token_handles = _join(self._handles)
+            message.token_indexes = _join(self._indexes)
+            message.token_ids = _join(self._token_ids)
+            self._handles, self._indexes, self._token_ids = [], [], []
+            self._num_tokens = 0
+        return message
+
+    async def send(self) -> None:
+        """Writes what there is, whenever there is something."""
+        write = self._context.write
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await write(self._take())
+
+    async def watch(self) -> None:
+        """Heartbeats. Raises KvernError when the gateway has been silent, or has not read, for too long."""
+        while time.monotonic() - self.last_heard < SILENCE_S:
+            if self.overflowed:
+                raise KvernError(
+                    error_pb2.ERROR_CODE_UNAVAILABLE,
+                    "the session was not read: its buffer is full",
+                    limit=MAX_BUFFERED_TOKENS,
+                )
+            self._wake.set()
+            await asyncio.sleep(HEARTBEAT_S)
+        raise KvernError(
+            error_pb2.ERROR_CODE_UNAVAILABLE,
+            f"the gateway was silent for {SILENCE_S} s; an empty message is a heartbeat",
+        )
+
+
+def _join(arrays: list[Any]) -> bytes:
+    array: npt.NDArray[Any] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return array.tobytes()

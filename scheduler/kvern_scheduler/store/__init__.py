@@ -1,0 +1,1 @@
+"""The committed truth: one contract, in memory and in Redis."""

@@ -1,0 +1,163 @@
+"""What every store does. One suite (tests/stores) runs against all of them.
+
+A commit names the leader's epoch and the next step. It is applied whole or not at all::
+
+    epoch is not the leader's                 → FENCED   the caller leads no longer
+    step == last and the digest is the same   → DUP      it was applied before: as good as OK
+    step != last + 1                          → GAP      nothing applied
+    else                                      → OK
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern_scheduler.core.requests import CHOICE_BITS
+
+
+class CommitStatus(enum.Enum):
+    OK = 1
+    DUP = 2
+    GAP = -1
+    FENCED = -2
+
+
+class StoreUnavailable(Exception):
+    """The store did not answer. A commit may or may not have been applied: repeat it with the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """The caller leads: ``step`` is the last committed step, ``next_rid`` the first unused request number."""
+
+    epoch: int
+    step: int
+    next_rid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Someone else leads, for ``expires_in`` seconds more unless it renews."""
+
+    epoch: int
+    owner: str
+    address: str
+    expires_in: float
+
+
+@dataclass(slots=True)
+class StoredFinish:
+    """The end of one sequence. ``last``: no choice of its request is left. ``retain_s``: how long the request stays
+    readable after that; 0 removes it."""
+
+    seq_no: int
+    record: bytes
+    last: bool
+    retain_s: int
+
+
+@dataclass(slots=True)
+class IndexEntries:
+    """Blocks of one worker instance that entered its prefix index: parallel; ``hashes`` has 32 bytes a block."""
+
+    instance: str
+    blocks: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint32]
+    hashes: bytes
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one commit applies. Token arrays: ``seq_nos`` int64 [k] and ``counts`` uint32 [k], one per sequence with new
+    tokens; ``tokens`` int32, the sequences' new tokens one after another."""
+
+    next_rid: int = 0
+    requests: list[tuple[int, bytes]] = field(default_factory=list)
+    seq_nos: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    counts: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    finished: list[StoredFinish] = field(default_factory=list)
+    indexed: list[IndexEntries] = field(default_factory=list)
+    dropped: list[tuple[str, int]] = field(default_factory=list)
+    """Worker instances that are gone, and how many blocks each had."""
+
+    def digest(self) -> bytes:
+        """16 bytes that tell this delta from any other."""
+        h = hashlib.blake2b(digest_size=16)
+        for rid, record in self.requests:
+            h.update(b"r%d %d " % (rid, len(record)))
+            h.update(record)
+        for array in (self.seq_nos, self.counts, self.tokens):
+            h.update(b"t%d " % array.size)
+            h.update(array.tobytes())
+        for finish in self.finished:
+            h.update(b"f%d %d " % (finish.seq_no, len(finish.record)))
+            h.update(finish.record)
+        for entries in self.indexed:
+            h.update(b"i%s " % entries.instance.encode())
+            h.update(entries.blocks.tobytes() + entries.generations.tobytes() + entries.hashes)
+        for instance, num_blocks in self.dropped:
+            h.update(b"d%s %d " % (instance.encode(), num_blocks))
+        return h.digest()
+
+
+@dataclass(slots=True)
+class StoredRequest:
+    """A request as the store knows it. Keys of the dicts are choices."""
+
+    rid: int
+    record: bytes
+    tokens: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
+    finishes: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything committed. ``index``: instance → entries."""
+
+    epoch: int
+    step: int
+    next_rid: int
+    requests: dict[int, StoredRequest] = field(default_factory=dict)
+    index: dict[str, IndexEntries] = field(default_factory=dict)
+
+
+class Store(Protocol):
+    """All methods but ``commit_now`` raise StoreUnavailable."""
+
+    name: str
+    inline: bool
+    """True: commits take microseconds; ``commit_now`` does them without a task switch."""
+
+    async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
+        """Takes the lease with a new epoch, if nobody holds it or ``steal`` is the epoch of who does."""
+        ...
+
+    async def renew(self, epoch: int) -> bool:
+        """Prolongs the lease. False: fenced."""
+        ...
+
+    async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
+        """Applies ``delta`` and prolongs the lease. Never cancel it halfway."""
+        ...
+
+    def commit_now(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
+        """The same, where ``inline``."""
+        ...
+
+    async def load(self) -> State:
+        """The committed state: unfinished requests, and finished ones that are still retained."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def split_seq_no(seq_no: int) -> tuple[int, int]:
+    """Request number and choice."""
+    return seq_no >> CHOICE_BITS, seq_no & (1 << CHOICE_BITS) - 1

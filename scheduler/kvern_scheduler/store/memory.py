@@ -1,0 +1,152 @@
+"""The contract in memory: for tests, and for ``--store memory``. A restart of the scheduler loses everything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvern_scheduler.core.requests import CHOICE_BITS
+from kvern_scheduler.store.base import (
+    CommitStatus,
+    Delta,
+    Held,
+    IndexEntries,
+    Leadership,
+    State,
+    StoredRequest,
+    split_seq_no,
+)
+
+_COMPACT_AFTER = 64
+
+
+class MemoryStore:
+    """Token logs are appended to lazily: the arrays of the last commits are sorted into them together."""
+
+    name = "memory"
+    inline = True
+
+    def __init__(self, lease_s: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+        self._epoch = 0
+        self._owner = self._address = ""
+        self._expiry = 0.0
+        self._step = 0
+        self._digest = b""
+        self._next_rid = 1
+        self._records: dict[int, bytes] = {}
+        self._finishes: dict[int, dict[int, bytes]] = {}
+        self._expires: dict[int, float] = {}
+        self._logs: dict[int, bytearray] = {}
+        self._unsorted: list[Delta] = []
+        self._index: dict[str, dict[int, tuple[int, bytes]]] = {}
+
+    async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
+        left = self._expiry - self._clock()
+        if left > 0 and owner != self._owner and steal != self._epoch:
+            return Held(self._epoch, self._owner, self._address, left)
+        self._epoch += 1
+        self._owner, self._address = owner, address
+        self._expiry = self._clock() + self._lease_s
+        return Leadership(self._epoch, self._step, self._next_rid)
+
+    async def renew(self, epoch: int) -> bool:
+        if epoch != self._epoch:
+            return False
+        self._expiry = self._clock() + self._lease_s
+        return True
+
+    async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
+        return self.commit_now(epoch, step, delta, digest)
+
+    def commit_now(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
+        if epoch != self._epoch:
+            return CommitStatus.FENCED
+        if step == self._step and digest == self._digest:
+            return CommitStatus.DUP
+        if step != self._step + 1:
+            return CommitStatus.GAP
+        self._step, self._digest = step, digest
+        self._expiry = self._clock() + self._lease_s
+        self._next_rid = max(self._next_rid, delta.next_rid)
+        for rid, record in delta.requests:
+            self._records[rid] = record
+        if delta.seq_nos.size:
+            self._unsorted.append(delta)
+        if delta.finished or len(self._unsorted) >= _COMPACT_AFTER:
+            self._compact()
+        for finish in delta.finished:
+            rid, choice = split_seq_no(finish.seq_no)
+            self._finishes.setdefault(rid, {})[choice] = finish.record
+            if finish.last and finish.retain_s:
+                self._expires[rid] = self._clock() + finish.retain_s
+            elif finish.last:
+                self._drop(rid)
+        if self._expires:
+            self._drop_expired()
+        for instance, _ in delta.dropped:
+            self._index.pop(instance, None)
+        for entries in delta.indexed:
+            index = self._index.setdefault(entries.instance, {})
+            hashes = [entries.hashes[i : i + 32] for i in range(0, len(entries.hashes), 32)]
+            index.update(
+                zip(
+                    entries.blocks.tolist(),
+                    zip(entries.generations.tolist(), hashes, strict=True),
+                    strict=True,
+                )
+            )
+        return CommitStatus.OK
+
+    async def load(self) -> State:
+        self._compact()
+        self._drop_expired()
+        state = State(self._epoch, self._step, self._next_rid)
+        for rid, record in self._records.items():
+            state.requests[rid] = StoredRequest(rid, record, finishes=dict(self._finishes.get(rid, {})))
+        for seq_no, log in self._logs.items():
+            rid, choice = split_seq_no(seq_no)
+            if rid in state.requests:
+                state.requests[rid].tokens[choice] = np.frombuffer(bytes(log), np.int32)
+        for instance, index in self._index.items():
+            state.index[instance] = IndexEntries(
+                instance,
+                np.array(list(index), np.uint32),
+                np.array([generation for generation, _ in index.values()], np.uint32),
+                b"".join(block_hash for _, block_hash in index.values()),
+            )
+        return state
+
+    async def close(self) -> None:
+        pass
+
+    def _compact(self) -> None:
+        """Sorts the arrays of the last commits into the sequences' logs."""
+        if not self._unsorted:
+            return
+        seq_nos = np.concatenate([np.repeat(d.seq_nos, d.counts) for d in self._unsorted])
+        tokens = np.concatenate([d.tokens for d in self._unsorted])
+        self._unsorted.clear()
+        order = np.argsort(seq_nos, kind="stable")
+        seq_nos, packed = seq_nos[order], tokens[order].astype("<i4").tobytes()
+        starts = np.flatnonzero(np.diff(seq_nos, prepend=-1)).tolist()
+        for start, end, seq_no in zip(
+            starts, [*starts[1:], seq_nos.size], seq_nos[starts].tolist(), strict=True
+        ):
+            self._logs.setdefault(seq_no, bytearray()).extend(packed[4 * start : 4 * end])
+
+    def _drop_expired(self) -> None:
+        """In order of expiry, which is the order of finishing: all are retained equally long."""
+        now = self._clock()
+        while self._expires and next(iter(self._expires.values())) <= now:
+            rid = next(iter(self._expires))
+            del self._expires[rid]
+            self._drop(rid)
+
+    def _drop(self, rid: int) -> None:
+        self._records.pop(rid, None)
+        for choice in self._finishes.pop(rid, {}):
+            self._logs.pop(rid << CHOICE_BITS | choice, None)

@@ -1,0 +1,262 @@
+"""One worker's connection: dial, wait until it is ready, keep two plans in flight, notice its death.
+
+::
+
+    DIALLING ─▶ LOADING ─▶ CLAIMING ─▶ RUNNING ─▶ (lost) ─▶ DIALLING …
+                            an empty plan makes the epoch known to the worker, so that nothing of an
+                            earlier leader runs any more when the inventory is taken
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from kvern.rpc.channel import create_channel
+from kvern.rpc.packing import unpack_u32
+from kvern.v1 import worker_pb2, worker_pb2_grpc
+from kvern_scheduler.convert import plan_to_pb
+from kvern_scheduler.core.errors import ProtocolError, RequestError
+from kvern_scheduler.core.group import Group
+from kvern_scheduler.core.plan import Plan
+from kvern_scheduler.engine import Engine
+from kvern_scheduler.store.base import IndexEntries
+
+HEARTBEAT_S = 0.25
+SILENCE_S = 1.25
+POLL_S = 0.25
+STEP_TIMEOUT_S = 120.0
+
+log = logging.getLogger(__name__)
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+
+class WorkerLost(Exception):
+    """The worker died, froze, or said something impossible."""
+
+
+class Worker:
+    """Drives the worker at ``address`` until cancelled. ``index``: what an earlier leader's commits say of workers'
+    prefix indexes, by instance."""
+
+    def __init__(self, engine: Engine, address: str, epoch: int, index: dict[str, IndexEntries]) -> None:
+        self.address = address
+        self.ready = False
+        self.description = worker_pb2.DescribeResponse()
+        self.group: Group | None = None
+        self._engine = engine
+        self._epoch = epoch
+        self._index = index
+        self.instance_id = ""
+        self._call: Any = None
+        self._writing = False
+        self._last_heard = 0.0
+        self._last_sent = 0.0
+        self._last_result = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Redials for ever."""
+        channel = create_channel(self.address)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            while True:
+                try:
+                    await self._connect(stub)
+                except WorkerLost as error:
+                    log.warning("worker %s lost: %s", self.address, error)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE or self.ready:
+                        log.warning("worker %s lost: %s %s", self.address, error.code().name, error.details())
+                except RequestError as error:
+                    log.error("worker %s refused: %s", self.address, error.message)
+                    await asyncio.sleep(2.0)
+                finally:
+                    self._lose()
+                await asyncio.sleep(0.05)
+        finally:
+            await channel.close(None)
+
+    async def _connect(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        description = await self._wait_until_ready(stub)
+        self._call = stub.Execute()  # type: ignore[call-arg]  # the stubs want an iterator
+        watch = asyncio.create_task(self._watch())
+        try:
+            await self._claim(stub, description)
+            await self._receive()
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise WorkerLost("silent for too long, or a step took too long") from None
+        finally:
+            watch.cancel()
+            self._call.cancel()
+
+    async def _wait_until_ready(self, stub: Any) -> worker_pb2.DescribeResponse:
+        phase = None
+        while True:
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=2.0, wait_for_ready=False)
+            self.description = description
+            if description.phase == worker_pb2.WORKER_PHASE_READY:
+                return description  # type: ignore[no-any-return]
+            if description.phase != phase:
+                phase = description.phase
+                log.info("worker %s: %s", self.address, worker_pb2.WorkerPhase.Name(phase))
+            if phase == worker_pb2.WORKER_PHASE_FAILED:
+                log.error("worker %s failed to load: %s", self.address, description.error.message)
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(POLL_S)
+
+    async def _claim(self, stub: Any, description: worker_pb2.DescribeResponse) -> None:
+        """Fences earlier leaders off the worker, then takes it into the cell."""
+        known, old_instance = self.group, self.instance_id
+        same = known is not None and self.instance_id == description.instance_id
+        self.instance_id = description.instance_id
+        step = known.step if same and known is not None else 0
+        await self._write(worker_pb2.StepPlan(epoch=self._epoch, step=step))
+        while not (await self._read()).results:
+            pass
+        if same and known is not None:
+            self._engine.cell.readmit_group(known)
+        else:
+            if known is not None:
+                self._engine.committer.drop_instance(old_instance, known.pool.num_blocks)
+            inventory = await stub.GetInventory(worker_pb2.GetInventoryRequest(), timeout=5.0)
+            self.group = self._engine.cell.add_group(
+                description.model,
+                description.num_blocks,
+                description.block_size,
+                description.max_num_seqs,
+                description.max_num_batched_tokens,
+            )
+            self._restore_index(self.group, unpack_u32(inventory.generations))
+        assert self.group is not None
+        self.ready = True
+        self._engine.instances[self.group.index] = self.instance_id
+        self._engine.pumps[self.group.index] = self.pump
+        log.info(
+            "worker %s is ready: %s, %d blocks of %d tokens, %d blocks of its prefix index are valid",
+            self.address,
+            description.model.name,
+            description.num_blocks,
+            description.block_size,
+            self.group.pool.num_indexed,
+        )
+        self._engine.settle()
+
+    def _restore_index(self, group: Group, generations: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+        """Believes the committed index where the worker still holds that generation of the block."""
+        group.pool.generations[:] = generations
+        entries = self._index.pop(self.instance_id, None)
+        if entries is None:
+            return
+        valid = np.flatnonzero(generations[entries.blocks] == entries.generations).tolist()
+        group.pool.restore(
+            entries.blocks[valid].tolist(),
+            [entries.hashes[32 * i : 32 * i + 32] for i in valid],
+            entries.generations[valid].tolist(),
+        )
+
+    async def _read(self) -> worker_pb2.ExecuteResponse:
+        response = await self._call.read()
+        if response is EOF:
+            # Raises what the worker ended the stream with.
+            raise WorkerLost(f"it ended the stream: {await self._call.details()}")
+        self._last_heard = time.monotonic()
+        return response  # type: ignore[no-any-return]
+
+    async def _receive(self) -> None:
+        """Folds results and sends the next plans, until the worker is lost."""
+        engine, group, timings = self._engine, self.group, self._engine.timings
+        assert group is not None
+        while True:
+            response = await self._read()
+            if not response.results:
+                continue
+            try:
+                for result in response.results:
+                    engine.fold(group, result)
+                    now = time.perf_counter()
+                    if self._last_result:
+                        timings.step.add(now - self._last_result)
+                    # After a pause there is no step time: nothing was being computed.
+                    self._last_result = now if group.in_flight else 0.0
+            except ProtocolError as error:
+                raise WorkerLost(str(error)) from error
+            if not self._writing:
+                await self._send_plans(engine.plan(group))
+            engine.settle()
+
+    def pump(self) -> None:
+        """Sends plans if there are any; returns at once."""
+        group = self.group
+        if not self.ready or self._writing or group is None or not group.has_room:
+            return
+        plan = self._engine.plan(group)
+        if plan is not None:
+            self._writing = True
+            task = asyncio.create_task(self._pump(plan))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, plan: Plan) -> None:
+        # The reader sees the same failure and reports it.
+        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
+            await self._send_plans(plan)
+
+    async def _send_plans(self, plan: Plan | None) -> None:
+        group = self.group
+        assert group is not None
+        self._writing = True
+        try:
+            while plan is not None:
+                await self._write(plan_to_pb(plan, self._epoch))
+                plan = self._engine.plan(group) if self.ready else None
+        finally:
+            self._writing = False
+
+    async def _write(self, plan: worker_pb2.StepPlan) -> None:
+        self._last_sent = time.monotonic()
+        await self._call.write(worker_pb2.ExecuteRequest(plans=[plan]))
+
+    async def _watch(self) -> None:
+        """Heartbeats, and cancels the call of a worker that is silent or stuck in a step."""
+        self._last_heard = stuck_since = time.monotonic()
+        step = -1
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            group = self.group
+            oldest = group.in_flight[0].step if group is not None and group.in_flight else None
+            if oldest is None or oldest != step:
+                step, stuck_since = (-1 if oldest is None else oldest), now
+            if now - self._last_heard > SILENCE_S or now - stuck_since > STEP_TIMEOUT_S:
+                self._call.cancel()
+                return
+            if now - self._last_sent >= HEARTBEAT_S * 0.9 and not self._writing and self.ready:
+                self._writing = True
+                try:
+                    self._last_sent = now
+                    await self._call.write(worker_pb2.ExecuteRequest())
+                except (grpc.aio.BaseError, asyncio.InvalidStateError):
+                    return
+                finally:
+                    self._writing = False
+                self.pump()
+
+    def _lose(self) -> None:
+        """Gives the group's sequences back to the cell."""
+        if not self.ready or self.group is None:
+            return
+        self.ready = False
+        self._last_result = 0.0
+        self._engine.pumps.pop(self.group.index, None)
+        self._engine.cell.lose_group(self.group, keep_blocks=True)
+        self._engine.settle()

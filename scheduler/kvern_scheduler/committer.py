@@ -57,7 +57,7 @@ class Committer:
         self._timings = timings
         self._retention_s = retention_s
         self._pending = Changes()
-        self._dropped: list[tuple[str, int]] = []
+        self._dropped: list[str] = []
         self._wake = asyncio.Event()
         self._failing_since: float | None = None
 
@@ -66,9 +66,9 @@ class Committer:
         """The store has not answered for a while: nothing new should be accepted."""
         return self._failing_since is not None and time.monotonic() - self._failing_since > 0.5
 
-    def drop_instance(self, instance: str, num_blocks: int) -> None:
+    def drop_instance(self, instance: str) -> None:
         """A worker instance is gone: its index goes with the next commit."""
-        self._dropped.append((instance, num_blocks))
+        self._dropped.append(instance)
         self._wake.set()
 
     def add(self, changes: Changes) -> None:
@@ -150,6 +150,7 @@ class Committer:
                     finish_to_pb(sequence.finish).SerializeToString(),
                     last=False,
                     retain_s=self._retention_s if request.submission.resumable else 0,
+                    num_choices=request.submission.n,
                 )
             )
         _mark_last(changes, delta)

@@ -127,7 +127,7 @@ class Worker:
             self._engine.cell.readmit_group(known)
         else:
             if known is not None:
-                self._engine.committer.drop_instance(old_instance, known.pool.num_blocks)
+                self._engine.committer.drop_instance(old_instance)
             inventory = await stub.GetInventory(worker_pb2.GetInventoryRequest(), timeout=5.0)
             self.group = self._engine.cell.add_group(
                 description.model,

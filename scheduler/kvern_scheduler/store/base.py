@@ -60,6 +60,7 @@ class StoredFinish:
     record: bytes
     last: bool
     retain_s: int
+    num_choices: int = 1
 
 
 @dataclass(slots=True)
@@ -84,8 +85,8 @@ class Delta:
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     finished: list[StoredFinish] = field(default_factory=list)
     indexed: list[IndexEntries] = field(default_factory=list)
-    dropped: list[tuple[str, int]] = field(default_factory=list)
-    """Worker instances that are gone, and how many blocks each had."""
+    dropped: list[str] = field(default_factory=list)
+    """Worker instances that are gone, and their index with them."""
 
     def digest(self) -> bytes:
         """16 bytes that tell this delta from any other."""
@@ -102,8 +103,8 @@ class Delta:
         for entries in self.indexed:
             h.update(b"i%s " % entries.instance.encode())
             h.update(entries.blocks.tobytes() + entries.generations.tobytes() + entries.hashes)
-        for instance, num_blocks in self.dropped:
-            h.update(b"d%s %d " % (instance.encode(), num_blocks))
+        for instance in self.dropped:
+            h.update(b"d%s " % instance.encode())
         return h.digest()
 
 

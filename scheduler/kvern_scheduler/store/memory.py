@@ -87,7 +87,7 @@ class MemoryStore:
                 self._drop(rid)
         if self._expires:
             self._drop_expired()
-        for instance, _ in delta.dropped:
+        for instance in delta.dropped:
             self._index.pop(instance, None)
         for entries in delta.indexed:
             index = self._index.setdefault(entries.instance, {})

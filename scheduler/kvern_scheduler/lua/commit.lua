@@ -1,0 +1,81 @@
+-- Applies one step's delta whole, and prolongs the lease.
+-- KEYS  1 leader, 2 live, 3 finished, 4 instances; prefixes: 5 request, 6 tokens, 7 index
+-- ARGV  1 epoch, 2 step, 3 digest, 4 lease in ms, 5 next request number
+--       6 sequence numbers (uint64, request * 128 + choice), 7 tokens of each (uint32), 8 the tokens (int32), joined
+--       then lists, each after its length: requests (number, record); ends (number, choice, record, choices if the
+--       last or 0, seconds to retain); index entries (instance, blocks, generations, hashes); gone instances
+-- Gives 1 OK, 2 DUP, -1 GAP, -2 FENCED
+redis.register_function('kvern_commit' .. VERSION, function(keys, args)
+  local leader, live, finished, instances = keys[1], keys[2], keys[3], keys[4]
+  local request_key, tokens_key, index_key = keys[5], keys[6], keys[7]
+  local state = redis.call('HMGET', leader, 'epoch', 'step', 'digest')
+  local step, last = tonumber(args[2]), tonumber(state[2] or 0)
+  if state[1] ~= args[1] then return -2 end
+  if step == last and state[3] == args[3] then return 2 end
+  if step ~= last + 1 then return -1 end
+  local now = now_ms()
+  redis.call('HSET', leader, 'step', args[2], 'digest', args[3], 'expiry_ms', now + tonumber(args[4]))
+  if args[5] ~= '0' then redis.call('HSET', leader, 'next_rid', args[5]) end
+
+  local at = 9
+  local function each(width, apply)
+    local count = tonumber(args[at])
+    at = at + 1
+    for _ = 1, count do
+      apply(unpack(args, at, at + width - 1))
+      at = at + width
+    end
+  end
+
+  each(2, function(rid, record)
+    redis.call('HSET', request_key .. rid, 'submit', record)
+    redis.call('SADD', live, rid)
+  end)
+
+  local numbers, counts, tokens = args[6], args[7], args[8]
+  local from = 1
+  for i = 0, #counts / 4 - 1 do
+    local number = struct.unpack('<I8', numbers, 8 * i + 1)
+    local bytes = 4 * struct.unpack('<I4', counts, 4 * i + 1)
+    local choice = number % 128
+    redis.call('APPEND', tokens_key .. (number - choice) / 128 .. '.' .. choice,
+      string.sub(tokens, from, from + bytes - 1))
+    from = from + bytes
+  end
+
+  each(5, function(rid, choice, record, choices, retain)
+    redis.call('HSET', request_key .. rid, 'f' .. choice, record)
+    if choices == '0' then return end
+    redis.call('SREM', live, rid)
+    local gone = {request_key .. rid}
+    for c = 0, tonumber(choices) - 1 do gone[#gone + 1] = tokens_key .. rid .. '.' .. c end
+    if retain == '0' then
+      redis.call('UNLINK', unpack(gone))
+      return
+    end
+    for _, key in ipairs(gone) do redis.call('EXPIRE', key, retain) end
+    redis.call('ZREMRANGEBYSCORE', finished, '-inf', now)
+    redis.call('ZADD', finished, now + 1000 * tonumber(retain), rid)
+  end)
+
+  each(4, function(instance, blocks, generations, hashes)
+    local highest = tonumber(redis.call('HGET', instances, instance) or -1)
+    local reached = highest
+    for i = 0, #blocks / 4 - 1 do
+      local block = struct.unpack('<I4', blocks, 4 * i + 1)
+      local bucket = math.floor(block / 64)
+      if bucket > reached then reached = bucket end
+      redis.call('HSET', index_key .. instance .. ':' .. bucket, block,
+        string.sub(generations, 4 * i + 1, 4 * i + 4) .. string.sub(hashes, 32 * i + 1, 32 * i + 32))
+    end
+    if reached > highest then redis.call('HSET', instances, instance, reached) end
+  end)
+
+  each(1, function(instance)
+    for bucket = 0, tonumber(redis.call('HGET', instances, instance) or -1) do
+      redis.call('UNLINK', index_key .. instance .. ':' .. bucket)
+    end
+    redis.call('HDEL', instances, instance)
+  end)
+  return 1
+end)

@@ -305,10 +305,7 @@ class SchedulerClient:
         tasks: list[asyncio.Task[None]] = []
         try:
             await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=self.gateway_id)))
-            async with asyncio.timeout(5):
-                first = await call.read()
-            if not isinstance(first, session_pb2.SessionResponse) or not first.HasField("welcome"):
-                await _raise_status(call)
+            first = await _first_response(call)
             self._welcomed(address, first.welcome)
             await call.write(self._resumption())
             tasks = [asyncio.create_task(self._write_loop(call)), asyncio.create_task(self._watch(call))]
@@ -320,7 +317,7 @@ class SchedulerClient:
                 self._heard_at = time.monotonic()
                 self._dispatch(response)
         except TimeoutError as error:
-            raise SessionLost("no welcome within 5 s") from error
+            raise SessionLost(f"no answer within {SILENCE_S} s") from error
         except asyncio.CancelledError:
             if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
@@ -491,6 +488,19 @@ class SchedulerClient:
                 f"the request was lost with its scheduler: {error.message}; send it again", 100
             )
         self._fail(generation, error)
+
+
+async def _first_response(call: Any) -> session_pb2.SessionResponse:
+    """The response that holds the welcome. A scheduler whose worker still loads sends heartbeats before it, and
+    wants each answered."""
+    while True:
+        async with asyncio.timeout(SILENCE_S):
+            response = await call.read()
+        if not isinstance(response, session_pb2.SessionResponse):
+            await _raise_status(call)
+        if response.HasField("welcome"):
+            return response
+        await call.write(session_pb2.SessionRequest())
 
 
 async def _raise_status(call: Any) -> NoReturn:

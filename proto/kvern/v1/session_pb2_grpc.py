@@ -53,7 +53,8 @@ class SchedulerServiceServicer:
 
     def Session(self, request_iterator, context):
         """One stream per gateway, many requests' events per message in both directions. The first request
-        carries `hello`, the first response `welcome`. Either side sends an empty message as a heartbeat
+        carries `hello`, the first response that is not empty `welcome`: it comes once a worker is ready, so
+        that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
         when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
         A broken session does not cancel its requests: those whose client named an id may be re-attached

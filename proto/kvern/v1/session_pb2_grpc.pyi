@@ -35,7 +35,8 @@ class SchedulerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]
     """One stream per gateway, many requests' events per message in both directions. The first request
-    carries `hello`, the first response `welcome`. Either side sends an empty message as a heartbeat
+    carries `hello`, the first response that is not empty `welcome`: it comes once a worker is ready, so
+    that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
     when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
     A broken session does not cancel its requests: those whose client named an id may be re-attached
@@ -51,7 +52,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]  # type: ignore[assignment]
     """One stream per gateway, many requests' events per message in both directions. The first request
-    carries `hello`, the first response `welcome`. Either side sends an empty message as a heartbeat
+    carries `hello`, the first response that is not empty `welcome`: it comes once a worker is ready, so
+    that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
     when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
     A broken session does not cancel its requests: those whose client named an id may be re-attached
@@ -70,7 +72,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.SessionResponse], _abc.AsyncIterator[_session_pb2.SessionResponse]]:
         """One stream per gateway, many requests' events per message in both directions. The first request
-        carries `hello`, the first response `welcome`. Either side sends an empty message as a heartbeat
+        carries `hello`, the first response that is not empty `welcome`: it comes once a worker is ready, so
+        that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
         when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
         A broken session does not cancel its requests: those whose client named an id may be re-attached

@@ -107,7 +107,7 @@ def draw(
     if len(filtered) or (min_p > 0).any():
         weights = torch.where(scaled >= cut.unsqueeze(1), weights, 0.0)
     mass = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = mass[:, -1:]
+    total = mass[:, -1:].contiguous()
     target = torch.from_numpy(numbers).unsqueeze(1) * total
     ids = torch.searchsorted(mass, target, right=True)
     # Rounding may bring the target up to the total; the last token with any mass is meant then.

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
+import uvloop
 
 from kvern_gateway.cli import bench_metrics, bench_serve
 from kvern_gateway.cli.load_client import Connection, Pool, StreamRecord, Target
@@ -226,6 +227,15 @@ async def test_a_run_has_the_keys_of_vllm(fake: tuple[FakeServer, Target]) -> No
     table = bench_metrics.render_table(result, ("ttft", "tpot", "itl", "e2el"), (99.0,))
     assert "Successful requests:                     12" in table
     assert "P99 TTFT (ms):" in table
+
+
+def test_a_run_on_uvloop_as_the_command_has_it() -> None:
+    async def run() -> dict[str, object]:
+        async with await asyncio.start_server(FakeServer(), "127.0.0.1", 0) as listener:
+            return await bench_serve.run(options(Target("127.0.0.1", listener.sockets[0].getsockname()[1])))
+
+    result = uvloop.run(run())
+    assert (result["completed"], result["failed"]) == (12, 0)
 
 
 async def test_requests_arrive_at_the_asked_rate(fake: tuple[FakeServer, Target]) -> None:

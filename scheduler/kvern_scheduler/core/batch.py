@@ -78,14 +78,18 @@ class Batch:
     def num_running(self) -> int:
         return self.max_num_seqs - len(self.free_slots)
 
-    def enter(self, sequence: Sequence, blocks: U32, num_computed: int) -> int:
-        """Puts ``sequence`` into a free slot, with its first ``num_computed`` positions in ``blocks`` already."""
+    def enter(self, sequence: Sequence, tokens: npt.NDArray[np.int32], blocks: U32, num_computed: int) -> int:
+        """Puts ``sequence``, whose known tokens are ``tokens``, into a free slot. Its first ``num_computed`` positions
+        are in ``blocks`` already."""
         slot = self.free_slots.pop()
         params = sequence.request.submission.params
         self.sequences[slot] = sequence
         sequence.slot = slot
         sequence.attempts += 1
-        num_tokens = sequence.num_tokens
+        num_tokens = tokens.size
+        width = self.recent.shape[1]
+        first = max(0, num_tokens - width)
+        self.recent[slot, np.arange(first, num_tokens) % width] = tokens[first:]
         self.active[slot] = True
         self.decoding[slot] = False
         self.num_prompt[slot] = sequence.num_prompt

@@ -144,25 +144,56 @@ def _complete_blocks(group: Group, computed: Slots) -> None:
     filling = full > batch.num_full[computed]
     if not filling.any():
         return
-    caching = group.limits.enable_prefix_caching
-    for slot, until in zip(computed[filling].tolist(), full[filling].tolist(), strict=True):
-        batch.flush(slot, until * size)
-        if caching:
-            _index_blocks(group, slot, int(batch.num_full[slot]), until)
-    batch.num_full[computed] = full
+    slots, until = computed[filling], full[filling]
+    # Decoding fills one block, whose tokens are all among the recent ones; a prefill may fill many.
+    one = batch.num_tokens[slots] == until * size + 1
+    for slot, end in zip(slots[~one].tolist(), until[~one].tolist(), strict=True):
+        _index_blocks(group, slot, int(batch.num_full[slot]), end)
+    if one.any():
+        _complete_decoded(group, slots[one], until[one])
+    batch.num_full[slots] = until
 
 
 def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
-    batch, pool = group.batch, group.pool
+    """Indexes blocks whose tokens are in the sequence's log."""
+    if not group.limits.enable_prefix_caching:
+        return
+    batch = group.batch
     sequence = batch.sequences[slot]
     assert sequence is not None
     _extend_hashes(sequence, until, group.block_size)
-    hashes = sequence.hashes
     for index in range(first, until):
-        block = int(batch.table[slot, index])
-        if pool.enter(block, hashes[index]):
-            generation = int(pool.generations[block])
-            group.changes.indexed.append(Indexed(group.index, block, generation, hashes[index]))
+        _enter(group, int(batch.table[slot, index]), sequence.hashes[index])
+
+
+def _complete_decoded(group: Group, slots: Slots, until: npt.NDArray[np.int64]) -> None:
+    """One full block for each of ``slots``, from the recent tokens: into the log and the index."""
+    batch, size = group.batch, group.block_size
+    positions = (until - 1)[:, None] * size + np.arange(size)
+    tokens = batch.recent[slots[:, None], positions % batch.recent.shape[1]]
+    packed, token_ids = tokens.tobytes(), tokens.tolist()
+    blocks = batch.table[slots, until - 1].tolist()
+    caching = group.limits.enable_prefix_caching
+    for row, (slot, end) in enumerate(zip(slots.tolist(), until.tolist(), strict=True)):
+        sequence = batch.sequences[slot]
+        assert sequence is not None
+        logged = max(0, sequence.num_tokens - (end - 1) * size)
+        sequence.output.frombytes(packed[4 * (row * size + logged) : 4 * (row + 1) * size])
+        if not caching:
+            continue
+        if len(sequence.hashes) < end:
+            if len(sequence.hashes) < end - 1:
+                _extend_hashes(sequence, end - 1, size)
+            parent = sequence.hashes[-1] if end > 1 else ROOT_HASH
+            salt = extra_keys(sequence.request.submission.cache_salt, end - 1) if end == 1 else None
+            sequence.add_hash(hash_block(parent, token_ids[row], salt))
+        _enter(group, blocks[row], sequence.hashes[end - 1])
+
+
+def _enter(group: Group, block: int, block_hash: bytes) -> None:
+    if group.pool.enter(block, block_hash):
+        generation = int(group.pool.generations[block])
+        group.changes.indexed.append(Indexed(group.index, block, generation, block_hash))
 
 
 def _extend_hashes(sequence: Sequence, num_blocks: int, size: int) -> None:

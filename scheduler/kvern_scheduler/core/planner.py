@@ -111,7 +111,8 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     group.queue.pop(sequence)
     pool.share(hits)
     blocks = np.concatenate([np.array(hits, np.uint32), pool.allocate(wanted)])
-    slot = batch.enter(sequence, blocks, len(hits) * size)
+    tokens = sequence.tokens()
+    slot = batch.enter(sequence, tokens, blocks, len(hits) * size)
     batch.reserved[slot] = reserve
     batch.protected[slot] = protect
     group.num_reserved += reserve
@@ -122,7 +123,7 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     if not sequence.first_scheduled:
         sequence.first_scheduled = now
         sequence.num_cached_tokens = len(hits) * size
-    return Entry(slot, sequence, sequence.tokens(), len(hits) * size, blocks, pool.generations[blocks])
+    return Entry(slot, sequence, tokens, len(hits) * size, blocks, pool.generations[blocks])
 
 
 def _prefix_hit(group: Group, sequence: Sequence) -> list[int]:

@@ -69,10 +69,7 @@ class RedisStore:
         self._lock = asyncio.Lock()
         self._loaded = False
         keys = self.keys
-        self._commit_head = (
-            "FCALL",
-            f"kvern_commit{self._version}",
-            7,
+        self._commit_keys = (
             keys.leader,
             keys.live,
             keys.finished,
@@ -83,12 +80,9 @@ class RedisStore:
         )
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
-        await self._load_library()
-        answer = await self._call(
-            "FCALL",
-            f"kvern_acquire{self._version}",
-            1,
-            self.keys.leader,
+        answer = await self._function(
+            "acquire",
+            [self.keys.leader],
             owner,
             address,
             self._lease_ms,
@@ -99,13 +93,13 @@ class RedisStore:
         return Held(answer[1], answer[2].decode(), answer[3].decode(), answer[4] / 1000)
 
     async def renew(self, epoch: int) -> bool:
-        answer = await self._call(
-            "FCALL", f"kvern_renew{self._version}", 1, self.keys.leader, epoch, self._lease_ms
-        )
+        answer = await self._function("renew", [self.keys.leader], epoch, self._lease_ms)
         return bool(answer == 1)
 
     async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
-        answer = await self._call(*self._commit_head, epoch, step, digest, self._lease_ms, *_pack(delta))
+        answer = await self._function(
+            "commit", self._commit_keys, epoch, step, digest, self._lease_ms, *_pack(delta)
+        )
         return CommitStatus(answer)
 
     def commit_now(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
@@ -169,10 +163,11 @@ class RedisStore:
     async def close(self) -> None:
         await self._connection.disconnect()
 
-    async def _load_library(self) -> None:
+    async def _function(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
         if not self._loaded:
             await self._call("FUNCTION", "LOAD", "REPLACE", self._source)
             self._loaded = True
+        return await self._call("FCALL", f"kvern_{name}{self._version}", len(keys), *keys, *arguments)
 
     async def _call(self, *command: Any) -> Any:
         return (await self._pipeline([command]))[0]

@@ -1,0 +1,104 @@
+"""What only the Redis store has: a server that dies, several versions at once, keys that people read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvern_scheduler.store import redis as redis_store
+from kvern_scheduler.store.base import CommitStatus, Delta, IndexEntries, Leadership, StoreUnavailable
+from kvern_scheduler.store.redis import RedisStore
+
+
+async def test_acknowledged_commits_survive_a_kill_and_the_commit_in_doubt_is_repeated(server: Any) -> None:
+    store = RedisStore(server.url, "c")
+    leadership = await store.acquire("a", "addr")
+    assert isinstance(leadership, Leadership)
+    epoch = leadership.epoch
+    deltas = [
+        Delta(seq_nos=np.array([128]), counts=np.array([1], np.uint32), tokens=np.array([i], np.int32))
+        for i in range(4)
+    ]
+    deltas[0].requests = [(1, b"\x38\x01")]
+    for step in (1, 2, 3):
+        await store.commit(epoch, step, deltas[step - 1], deltas[step - 1].digest())
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        await store.commit(epoch, 4, deltas[3], deltas[3].digest())
+    server.start()
+    status = await store.commit(epoch, 4, deltas[3], deltas[3].digest())
+    assert status in (CommitStatus.OK, CommitStatus.DUP)
+    assert (await store.load()).requests[1].tokens[0].tolist() == [0, 1, 2, 3]
+    await store.close()
+
+
+async def test_a_frozen_server_blocks_no_caller_for_long(server: Any) -> None:
+    store = RedisStore(server.url, "c")
+    leadership = await store.acquire("a", "addr")
+    assert isinstance(leadership, Leadership)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await store.commit(leadership.epoch, 1, Delta(), b"x")
+    assert time.monotonic() - started < 1.5
+    os.kill(server.process.pid, signal.SIGCONT)
+    await asyncio.sleep(0.1)
+    # It was applied while nobody listened; its late answer is not taken for the next one's.
+    assert await store.commit(leadership.epoch, 1, Delta(), b"x") is CommitStatus.DUP
+    assert await store.commit(leadership.epoch, 2, Delta(), b"y") is CommitStatus.OK
+    await store.close()
+
+
+async def test_two_versions_of_the_library_coexist(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = RedisStore(server.url, "c")
+    source, version = redis_store.library()
+    newer = source.replace(version, "_newer")
+    monkeypatch.setattr(redis_store, "library", lambda: (newer, "_newer"))
+    new = RedisStore(server.url, "c")
+    first = await old.acquire("a", "addr")
+    assert isinstance(first, Leadership)
+    second = await new.acquire("b", "addr", steal=first.epoch)
+    assert isinstance(second, Leadership) and second.epoch == first.epoch + 1
+    assert await old.commit(first.epoch, 1, Delta(), b"x") is CommitStatus.FENCED
+    assert await new.commit(second.epoch, 1, Delta(), b"x") is CommitStatus.OK
+    await old.close()
+    await new.close()
+
+
+async def test_a_lost_library_is_loaded_again(server: Any) -> None:
+    store = RedisStore(server.url, "c")
+    leadership = await store.acquire("a", "addr")
+    assert isinstance(leadership, Leadership)
+    server.client().function_flush()
+    with pytest.raises(StoreUnavailable):
+        await store.commit(leadership.epoch, 1, Delta(), b"x")
+    assert await store.commit(leadership.epoch, 1, Delta(), b"x") is CommitStatus.OK
+    await store.close()
+
+
+async def test_keys_share_a_hash_tag_and_the_index_stays_in_listpacks(server: Any) -> None:
+    store = RedisStore(server.url, "c")
+    leadership = await store.acquire("a", "addr")
+    assert isinstance(leadership, Leadership)
+    blocks = np.arange(256, dtype=np.uint32)
+    delta = Delta(
+        requests=[(1, b"\x38\x01")],
+        seq_nos=np.array([128]),
+        counts=np.array([1], np.uint32),
+        tokens=np.array([5], np.int32),
+        indexed=[IndexEntries("w", blocks, blocks + np.uint32(1), os.urandom(32 * 256))],
+    )
+    assert await store.commit(leadership.epoch, 1, delta, delta.digest()) is CommitStatus.OK
+    client = server.client()
+    names = [key.decode() for key in client.scan_iter()]
+    assert all(name.startswith("kvern:{c}:") for name in names)
+    buckets = [name for name in names if ":index:w:" in name]
+    assert len(buckets) == 4
+    assert {client.object("encoding", name) for name in buckets} == {b"listpack"}
+    await store.close()

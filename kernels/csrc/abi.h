@@ -16,7 +16,7 @@ struct Rows {
 };
 
 // y[m, n] = x[m, k] · panels + bias, y contiguous. Weights come in panels of 16 outputs:
-// F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to even k and whole panels.
+// F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and to whole panels.
 struct Linear {
   const void* x;
   int64_t x_row;

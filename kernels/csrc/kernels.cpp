@@ -3,6 +3,10 @@
 
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace kvern {
 
@@ -19,6 +23,9 @@ DECLARE(avx512)
 #endif
 #ifdef HAVE_avx512_bf16
 DECLARE(avx512_bf16)
+#endif
+#ifdef HAVE_avx512_amx
+DECLARE(avx512_amx)
 #endif
 
 struct Buffer {
@@ -39,9 +46,18 @@ void* scratch(int slot, int64_t bytes) {
   return b.data;
 }
 
-static const Ops* variants[4];
+static const Ops* variants[5];
 static int variant_count = 0;
 static const Ops* current = nullptr;
+
+// Matrix tiles must be asked for once per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA).
+[[maybe_unused]] static bool tiles_granted() {
+#if defined(__linux__) && defined(__x86_64__)
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return false;
+#endif
+}
 
 __attribute__((constructor)) static void find_variants() {
   variants[variant_count++] = &portable::ops;
@@ -57,7 +73,11 @@ __attribute__((constructor)) static void find_variants() {
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (wide) variants[variant_count++] = &avx512::ops;
 #ifdef HAVE_avx512_bf16
-  if (wide && __builtin_cpu_supports("avx512bf16")) variants[variant_count++] = &avx512_bf16::ops;
+  const bool bf16 = wide && __builtin_cpu_supports("avx512bf16");
+  if (bf16) variants[variant_count++] = &avx512_bf16::ops;
+#ifdef HAVE_avx512_amx
+  if (bf16 && __builtin_cpu_supports("amx-bf16") && tiles_granted()) variants[variant_count++] = &avx512_amx::ops;
+#endif
 #endif
 #endif
 #endif
@@ -101,7 +121,7 @@ EXPORT void kvern_use_variant(int i) { current = variants[i]; }
 
 // weight [n, k] contiguous of `type` F32 or BF16 → panels (see Linear).
 EXPORT void kvern_pack(const void* weight, int type, void* panels, int64_t n, int64_t k) {
-  const int64_t pair = type == BF16 ? 2 : 1, padded = (k + pair - 1) / pair * pair;
+  const int64_t depth = type == BF16 ? 32 : 1, padded = (k + depth - 1) / depth * depth;
   const int64_t size = TYPE_BYTES[type];
 #pragma omp parallel for
   for (int64_t p = 0; p < (n + 15) / 16; ++p) {

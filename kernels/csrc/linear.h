@@ -15,6 +15,7 @@ namespace KVERN_ISA {
 constexpr int64_t PREFETCH_BYTES = 1024;
 constexpr int MAX_ROWS = ACCUMULATORS >= 24 ? 8 : ACCUMULATORS >= 6 ? 6 : 3;
 constexpr int MAX_PANELS = ACCUMULATORS >= 24 ? 8 : ACCUMULATORS >= 6 ? 4 : 2;
+constexpr int64_t K_MULTIPLE = 32;  // bfloat16 panels are padded along k to this: a matrix tile's depth
 constexpr int64_t ROW_BLOCK = 32 * MAX_ROWS;
 
 // How one step along k multiplies: the weights of a panel, a broadcast of x, and their product added.
@@ -180,8 +181,7 @@ static int64_t panels_per_task(int64_t panels, int rows, int threads) {
 }
 
 template <class Step>
-static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64_t x_row) {
-  const int64_t k = (a.k + Step::K - 1) / Step::K * Step::K;
+static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64_t x_row, int64_t k) {
   const int64_t panel = k * LANES, panels = (a.n + LANES - 1) / LANES;
   const int64_t blocks = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
   const int64_t tiles_of_block = (a.m < ROW_BLOCK ? a.m + MAX_ROWS - 1 : ROW_BLOCK) / MAX_ROWS;
@@ -225,20 +225,23 @@ static const X* converted(const kvern::Linear& a, int64_t padded) {
   return x;
 }
 
-template <class Step>
-static void linear_of(const kvern::Linear& a, kvern::Type x_type) {
-  const bool ready = a.x_type == x_type && a.k % Step::K == 0;
-  const int64_t padded = (a.k + Step::K - 1) / Step::K * Step::K;
-  using X = typename Step::X;
-  linear_with<Step>(a, ready ? (const X*)a.x : converted<X>(a, padded), ready ? a.x_row : padded);
+// x as it is when it has the type and the depth that the weights ask for, else a converted copy.
+template <class X>
+static const X* as_type(const kvern::Linear& a, kvern::Type type, int64_t depth, int64_t* row) {
+  const int64_t padded = (a.k + depth - 1) / depth * depth;
+  if (a.x_type == type && padded == a.k) {
+    *row = a.x_row;
+    return (const X*)a.x;
+  }
+  *row = padded;
+  return converted<X>(a, padded);
 }
 
-static void linear(const kvern::Linear& a) {
-  if (a.weight_type == kvern::F32) return linear_of<F32Step>(a, kvern::F32);
-#if defined(__AVX512BF16__)
-  if (a.x_type == kvern::BF16) return linear_of<BF16Dot>(a, kvern::BF16);
-#endif
-  return linear_of<BF16Step>(a, kvern::F32);
+template <class Step>
+static void linear_of(const kvern::Linear& a, kvern::Type type, int64_t depth) {
+  int64_t row;
+  const auto* x = as_type<typename Step::X>(a, type, depth, &row);
+  linear_with<Step>(a, x, row, (a.k + depth - 1) / depth * depth);
 }
 
 }  // namespace KVERN_ISA

@@ -4,6 +4,27 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#if defined(__AMX_BF16__)
+#include "linear_amx.h"
+#endif
+
+namespace KVERN_ISA {
+
+static void linear(const kvern::Linear& a) {
+  if (a.weight_type == kvern::F32) return linear_of<F32Step>(a, kvern::F32, 1);
+#if defined(__AMX_BF16__)
+  if (a.x_type == kvern::BF16) {
+    int64_t row;
+    const bf16* x = as_type<bf16>(a, kvern::BF16, K_MULTIPLE, &row);
+    return linear_amx(a, x, row);
+  }
+#elif defined(__AVX512BF16__)
+  if (a.x_type == kvern::BF16) return linear_of<BF16Dot>(a, kvern::BF16, K_MULTIPLE);
+#endif
+  linear_of<BF16Step>(a, kvern::F32, K_MULTIPLE);
+}
+
+}  // namespace KVERN_ISA
 
 #define TEXT(x) #x
 #define NAME(x) TEXT(x)

@@ -36,7 +36,9 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]]
-X86_VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+BF16 = [*AVX512, "-mavx512bf16"]
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
+X86_VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
 
 
 class BuildError(RuntimeError):

@@ -28,8 +28,6 @@ _attention, _rope, _copy = (
     _library.kvern_copy_blocks,
 )
 
-new_kv_cache = reference.new_kv_cache
-
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
@@ -59,9 +57,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
         weight = weight.float()
     weight = weight.contiguous()
     n, k = weight.shape
-    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    depth = 32 if weight.dtype == torch.bfloat16 else 1
     whole = -(-n // 16) * 16
-    panels = _aligned(whole * (-(-k // pair) * pair), weight.dtype)
+    panels = _aligned(whole * (-(-k // depth) * depth), weight.dtype)
     _library.kvern_pack(weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
     padded = None
     if bias is not None:
@@ -78,8 +76,18 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     )
 
 
+def new_kv_cache(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See reference.new_kv_cache; in huge pages, since attention reads blocks in any order."""
+    count = num_blocks * num_kv_heads * block_size * head_dim
+    keys = _aligned(count, dtype).view(num_blocks, num_kv_heads, head_dim, block_size)
+    values = _aligned(count, dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
+    return keys.transpose(2, 3), values
+
+
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """`count` elements on a page boundary, in huge pages where the system grants them."""
+    """`count` zeroed elements on a page boundary, in huge pages where the system grants them."""
     size = max(count * dtype.itemsize, 1)
     memory = mmap.mmap(-1, size)
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -155,7 +155,11 @@ def test_cuts_widen_beyond_the_first_candidates() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.05}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
+        {"temperature": 2.0, "min_p": 0.05},
+    ],
     ids=str,
 )
 def test_sampled_distribution(fields: dict[str, float]) -> None:

@@ -32,6 +32,7 @@ from kvern_scheduler.timings import Timings
 log = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 30.0
+TICK_S = 0.1
 
 
 class Engine:
@@ -192,12 +193,8 @@ class Engine:
 
     def plan(self, group: Group) -> Plan | None:
         """The group's next step, if there is one to send."""
-        now = self.clock()
-        deadline = self.cell.next_deadline
-        if deadline is not None and deadline <= now:
-            self.cell.expire(now)
         started = time.perf_counter()
-        plan = plan_step(group, now)
+        plan = plan_step(group, self.clock())
         if plan is not None:
             self.timings.plan.add(time.perf_counter() - started)
         return plan
@@ -210,11 +207,28 @@ class Engine:
         self.metrics.stepped(plan)
 
     def settle(self) -> None:
-        """Hands the changes to the committer and wakes the groups. After every batch of calls."""
+        """Ends what is overdue, hands the changes to the committer and wakes the groups. After every batch of calls."""
+        deadline = self.cell.next_deadline
+        if deadline is not None and deadline <= (now := self.clock()):
+            self.cell.expire(now)
         if self.cell.changes:
             self.committer.add(self.cell.take_changes())
         for pump in list(self.pumps.values()):
             pump()
+
+    async def tick(self) -> None:
+        """What has to happen although nobody calls: deadlines, and a look at the accounting when idle."""
+        checked = False
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.cell.next_deadline is not None:
+                self.settle()
+            idle = not any(group.batch.num_running for group in self.cell.groups.values())
+            if idle and not checked:
+                for group in self.cell.groups.values():
+                    if not group.pool.adds_up():
+                        log.error("group %d: free, cached and held blocks do not add up", group.index)
+            checked = idle
 
     # -- what the committer acknowledges ------------------------------------------------------------------------
 

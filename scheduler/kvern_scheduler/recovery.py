@@ -17,6 +17,7 @@ from kvern_scheduler.store.base import Held, Leadership, Store, StoredRequest, S
 from kvern_scheduler.store.base import State as StoredState
 
 PROBE_TIMEOUT_S = 0.3
+WILDCARDS = ("0.0.0.0:", "[::]:", ":")
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ async def acquire(store: Store, owner: str, address: str) -> Leadership:
     while True:
         try:
             answer = await store.acquire(owner, address)
-            if isinstance(answer, Held) and not await _answers(answer.address):
+            if isinstance(answer, Held) and not await _leads(answer.address, address):
                 log.info("the leader at %s does not answer; taking over", answer.address)
                 answer = await store.acquire(owner, address, steal=answer.epoch)
         except StoreUnavailable as error:
@@ -41,15 +42,18 @@ async def acquire(store: Store, owner: str, address: str) -> Leadership:
         await asyncio.sleep(min(answer.expires_in, 0.1))
 
 
-async def _answers(address: str) -> bool:
+async def _leads(address: str, own_address: str) -> bool:
+    """Whether the lease's holder is there. Where it had our own address, which we listen on now, it is not."""
+    if address == own_address:
+        return address.startswith(WILDCARDS)  # says nothing about who it was
     async with create_channel(address) as channel:
         stub = session_pb2_grpc.SchedulerServiceStub(channel)
         try:
-            await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
+            status = await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             # A frozen leader does not answer either, but its lease says how long to wait for it.
             return error.code() is not grpc.StatusCode.UNAVAILABLE
-        return True
+        return bool(status.leader)
 
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:

@@ -128,6 +128,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         workers = [Worker(engine, address, leadership.epoch, state.index) for address in args.worker]
         tasks += [asyncio.create_task(worker.run()) for worker in workers]
         servicer.lead(engine, workers, leadership.epoch)
+        tasks.append(asyncio.create_task(engine.tick()))
         tasks.append(asyncio.create_task(_report_health(server, workers)))
         if args.metrics_port:
             start_http_server(args.metrics_port, registry=metrics.registry)

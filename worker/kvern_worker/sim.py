@@ -83,6 +83,7 @@ class SimExecutor:
         self._num_computed = np.zeros(slots, np.int64)
         self._seed = np.zeros(slots, np.uint64)
         self._wants_logprobs = np.zeros(slots, bool)
+        self.num_prefilled = 0
         self._params: dict[int, tuple[sampling_pb2.SamplingParams, npt.NDArray[np.int32], int]] = {}
         self._shadow = _Shadow(config) if config.strict else None
 
@@ -164,6 +165,7 @@ class SimExecutor:
         """Runs the chunks; returns the slots that reached the end of their known tokens."""
         slots, lengths = unpack_u32(plan.prefill_slots), unpack_u32(plan.prefill_lengths).astype(np.int64)
         self._require_active(slots)
+        self.num_prefilled += int(lengths.sum())
         starts = self._num_computed[slots]
         ends = starts + lengths
         if (ends > self._num_tokens[slots]).any():

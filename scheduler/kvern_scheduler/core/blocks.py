@@ -133,6 +133,11 @@ class BlockPool:
         del self._index[self._hashes.pop(block)]
         self._indexed[block] = False
 
+    def adds_up(self) -> bool:
+        """Whether free + cached + held = all; cheap enough to ask whenever idle."""
+        held = int(np.count_nonzero(self._readers))
+        return len(self._free) + len(self._cached) + held == self.num_blocks
+
     def check_integrity(self, tables: Sequence[U32]) -> None:
         """Raises IntegrityError unless the readers are exactly the entries of ``tables``, and all blocks add up."""
         readers = np.zeros(self.num_blocks, np.int32)

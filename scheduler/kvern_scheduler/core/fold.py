@@ -161,7 +161,7 @@ def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
     batch = group.batch
     sequence = batch.sequences[slot]
     assert sequence is not None
-    _extend_hashes(sequence, until, group.block_size)
+    sequence.extend_hashes(until, group.block_size)
     for index in range(first, until):
         _enter(group, int(batch.table[slot, index]), sequence.hashes[index])
 
@@ -183,7 +183,7 @@ def _complete_decoded(group: Group, slots: Slots, until: npt.NDArray[np.int64]) 
             continue
         if len(sequence.hashes) < end:
             if len(sequence.hashes) < end - 1:
-                _extend_hashes(sequence, end - 1, size)
+                sequence.extend_hashes(end - 1, size)
             parent = sequence.hashes[-1] if end > 1 else ROOT_HASH
             salt = extra_keys(sequence.request.submission.cache_salt, end - 1) if end == 1 else None
             sequence.add_hash(hash_block(parent, token_ids[row], salt))
@@ -194,20 +194,6 @@ def _enter(group: Group, block: int, block_hash: bytes) -> None:
     if group.pool.enter(block, block_hash):
         generation = int(group.pool.generations[block])
         group.changes.indexed.append(Indexed(group.index, block, generation, block_hash))
-
-
-def _extend_hashes(sequence: Sequence, num_blocks: int, size: int) -> None:
-    """Hashes of the sequence's first ``num_blocks`` blocks, whose tokens are in its log."""
-    submission = sequence.request.submission
-    while len(sequence.hashes) < num_blocks:
-        index = len(sequence.hashes)
-        start = index * size - submission.prompt.size
-        if start >= 0:
-            tokens = sequence.output[start : start + size].tolist()
-        else:
-            tokens = [*submission.prompt[start:].tolist(), *sequence.output[: start + size].tolist()]
-        parent = sequence.hashes[-1] if sequence.hashes else ROOT_HASH
-        sequence.add_hash(hash_block(parent, tokens, extra_keys(submission.cache_salt, index)))
 
 
 def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> None:

@@ -122,7 +122,7 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     sequence.state = State.RUNNING
     if not sequence.first_scheduled:
         sequence.first_scheduled = now
-        sequence.num_cached_tokens = len(hits) * size
+        sequence.num_cached_tokens = min(len(hits) * size, sequence.num_prompt)
     return Entry(slot, sequence, tokens, len(hits) * size, blocks, pool.generations[blocks])
 
 
@@ -132,7 +132,10 @@ def _prefix_hit(group: Group, sequence: Sequence) -> list[int]:
         return []
     if sequence.request.submission.params.HasField("prompt_logprobs") and not sequence.output:
         return []
-    return group.pool.match(sequence.hashes, (sequence.num_tokens - 1) // group.block_size)
+    limit = (sequence.num_tokens - 1) // group.block_size
+    if sequence.output:
+        sequence.extend_hashes(limit, group.block_size)
+    return group.pool.match(sequence.hashes, limit)
 
 
 def _schedule(group: Group, plan: Plan, chunks: dict[int, int], decodes: Slots) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvern.block_hash import ROOT_HASH, extra_keys, hash_block
 from kvern.v1 import sampling_pb2
 from kvern_scheduler.core.errors import RequestError
 
@@ -166,6 +167,19 @@ class Sequence:
         if self.hashes is self.request.submission.hashes:
             self.hashes = list(self.hashes)
         self.hashes.append(block_hash)
+
+    def extend_hashes(self, num_blocks: int, size: int) -> None:
+        """Completes the hashes of the first ``num_blocks`` blocks, whose tokens are in the log."""
+        submission = self.request.submission
+        while len(self.hashes) < num_blocks:
+            index = len(self.hashes)
+            start = index * size - submission.prompt.size
+            if start >= 0:
+                tokens = self.output[start : start + size].tolist()
+            else:
+                tokens = [*submission.prompt[start:].tolist(), *self.output[: start + size].tolist()][:size]
+            parent = self.hashes[-1] if self.hashes else ROOT_HASH
+            self.add_hash(hash_block(parent, tokens, extra_keys(submission.cache_salt, index)))
 
 
 def sequence_seed(request_seed: int, choice: int) -> int:

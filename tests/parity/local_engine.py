@@ -1,0 +1,99 @@
+"""The scheduler's core and an executor in one process, two plans in flight, every plan and result through its message."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from kvern.block_hash import hash_prompt
+from kvern.v1 import sampling_pb2, worker_pb2
+from kvern_scheduler.convert import plan_to_pb, result_from_pb
+from kvern_scheduler.core.cell import Cell
+from kvern_scheduler.core.fold import fold_step
+from kvern_scheduler.core.group import Limits
+from kvern_scheduler.core.planner import plan_step
+from kvern_scheduler.core.requests import Request, State, Submission
+from kvern_worker.executor import ModelExecutor
+
+
+class LocalEngine:
+    """``num_blocks`` restricts the pool that the scheduler believes in."""
+
+    def __init__(
+        self, executor: ModelExecutor, limits: Limits | None = None, num_blocks: int | None = None
+    ) -> None:
+        description = executor.describe()
+        limits = limits or Limits()
+        self.cell = Cell(
+            replace(
+                limits,
+                max_num_batched_tokens=min(limits.max_num_batched_tokens, description.max_num_batched_tokens),
+            )
+        )
+        self.group = self.cell.add_group(
+            description.model,
+            num_blocks or description.num_blocks,
+            description.block_size,
+            description.max_num_seqs,
+            description.max_num_batched_tokens,
+        )
+        self._executor = executor
+        self._count = 0
+        executor.reset()
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, seed: int = 0, n: int = 1, temperature: float = 0.0
+    ) -> Request:
+        """Everything that a gateway resolves is resolved here; end tokens are ignored."""
+        params = sampling_pb2.SamplingParams(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        self._count += 1
+        name = f"request-{self._count}"
+        submission = Submission(
+            name,
+            "",
+            hashlib.sha256(name.encode()).digest(),
+            np.array(prompt, np.int32),
+            params,
+            n=n,
+            hashes=hash_prompt(prompt, self.group.block_size),
+        )
+        return self.cell.submit(submission, 0.0)[0]
+
+    def run(self) -> None:
+        """Until nothing is left to compute; checks the accounting after every step."""
+        plans: deque[worker_pb2.StepPlan] = deque()
+        while True:
+            while (plan := plan_step(self.group, 0.0)) is not None:
+                plans.append(plan_to_pb(plan, 1))
+            if not plans:
+                return
+            result = self._executor.run(worker_pb2.StepPlan.FromString(plans.popleft().SerializeToString()))
+            fold_step(self.group, result_from_pb(result), 0.0)
+            self.cell.check_integrity()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: float) -> list[list[int]]:
+        """Output of each prompt, all submitted at once."""
+        requests = [self.submit(prompt, max_tokens, **how) for prompt in prompts]  # type: ignore[arg-type]
+        self.run()
+        return [output for request in requests for output in self.outputs(request)]
+
+    def outputs(self, request: Request) -> list[list[int]]:
+        """One list for each choice of a finished request."""
+        for sequence in request.sequences:
+            assert sequence.state is State.FINISHED and sequence.finish is not None
+            assert sequence.finish.error is None, sequence.finish.error
+        return [sequence.output.tolist() for sequence in request.sequences]

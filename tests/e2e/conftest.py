@@ -15,8 +15,14 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A simulated worker at 10 ms a step, for tests that break things. A fresh one for each."""
+@pytest.fixture(scope="module")
+def sim_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with run_kvern(tmp_path_factory.mktemp("sim"), "--device", "sim", "--sim-step-us", "10000") as running:
         yield running
+
+
+@pytest.fixture
+def sim(sim_stack: Running) -> Running:
+    """A simulated worker at 10 ms a step, for tests that break things; serving again after the one before."""
+    sim_stack.until_serving()
+    return sim_stack

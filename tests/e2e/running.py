@@ -111,6 +111,19 @@ class Running:
 
         until(ready, f"/health is 200; output:\n{self.output}", timeout_s)
 
+    def until_serving(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until a request is answered. Meanwhile it may only be refused as unavailable."""
+
+        def answered() -> bool:
+            try:
+                answer = self.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+            except httpx.TransportError:
+                return False
+            assert answer.status_code in (200, 503), answer.text
+            return answer.status_code == 200
+
+        until(answered, "a request is answered", timeout_s)
+
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """The answer of /v1/completions, greedy unless told otherwise. Fails the test on an error."""
         answer = self.client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **body})

@@ -14,9 +14,9 @@ PROMPT = "Once upon a time there was a mill"
 TOKENS = 200
 
 
-@pytest.fixture
-def expected(sim: Running) -> str:
-    text: str = sim.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
+@pytest.fixture(scope="module")
+def expected(sim_stack: Running) -> str:
+    text: str = sim_stack.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
     return text
 
 
@@ -25,7 +25,7 @@ def test_a_killed_service_is_restarted_and_serves_again(sim: Running, expected: 
     old = sim.kill(name)
     sim.until_restarted(name, old)
     until(lambda: f"{name} was killed by SIGKILL" in sim.output, "the line about the death")
-    sim.until_healthy(30)
+    sim.until_serving(30)
     assert sim.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"] == expected
 
 

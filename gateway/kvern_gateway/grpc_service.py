@@ -310,7 +310,8 @@ class Outbox:
             await self._changed.wait()
             self._changed.clear()
             for index, pending in enumerate(self._pending):
-                if pending.tokens or any(pending.texts):
+                # More may come in while a delta is being sent; the end comes after all of it.
+                while pending.tokens or any(pending.texts):
                     yield pb.GenerateResponse(delta=self._take(index, pending))
                 if pending.ended and not pending.sent_end:
                     pending.sent_end = True

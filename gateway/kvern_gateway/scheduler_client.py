@@ -85,11 +85,14 @@ class Choice:
         # No more events will come.
         self.done = False
 
-    def take(self) -> tuple[int, list[int]]:
-        """Index of the first token not taken so far, and the tokens."""
+    def take(self, limit: int = 2**31) -> tuple[int, list[int]]:
+        """Index of the first token not taken so far, and up to ``limit`` tokens from there."""
         first, tokens = self.first_index, self.tokens
+        if len(tokens) > limit:
+            tokens, self.tokens = tokens[:limit], tokens[limit:]
+        else:
+            self.tokens = []
         self.first_index = first + len(tokens)
-        self.tokens = []
         return first, tokens
 
 

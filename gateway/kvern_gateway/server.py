@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from email.utils import formatdate
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -94,6 +94,10 @@ class HttpServer:
         self._clock = asyncio.create_task(self._date_header())
         return int(self._server.sockets[0].getsockname()[1])
 
+    @property
+    def connections(self) -> list[Connection]:
+        return list(cast(set[Connection], self._state.connections))
+
     async def _date_header(self) -> None:
         while True:
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
@@ -103,12 +107,12 @@ class HttpServer:
         """Stops accepting, lets open answers finish within the grace, then cuts what is left."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self._state.connections):
+        for connection in self.connections:
             connection.shutdown()
         deadline = asyncio.get_running_loop().time() + grace_s
         while self._state.tasks and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for connection in list(self._state.connections):
+        for connection in self.connections:
             connection.transport.abort()
         if self._clock is not None:
             self._clock.cancel()
@@ -136,6 +140,10 @@ class GatewayServer:
             asyncio.create_task(self.gateway.renderer.start()),
         ]
         return ports
+
+    @property
+    def http_connections(self) -> list[Connection]:
+        return self._http.connections
 
     async def _follow_session(self) -> None:
         """Readiness follows the session; the first welcome, and each later one, is checked against the tokenizer."""

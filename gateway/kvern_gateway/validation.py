@@ -145,8 +145,10 @@ def check_token_ids(spelled: str, ids: Sequence[Any], vocab_size: int) -> list[i
     for position, value in enumerate(ids):
         if type(value) is not int or not 0 <= value < vocab_size:
             limit = f"a token id from 0 to {vocab_size - 1}"
-            message = f"{spelled}[{position}] is {render(value)}; it must be {limit}"
-            raise invalid(spelled, message, value=render(value), limit=limit)
+            name = f"{spelled}[{position}]"
+            raise invalid(
+                name, f"{name} is {render(value)}; it must be {limit}", value=render(value), limit=limit
+            )
     return list(ids)
 
 
@@ -210,8 +212,10 @@ def stop_strings(fields: Fields, limits: Limits) -> list[str]:
     for position, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= limits.max_stop_chars:
             limit = f"a string of 1 to {limits.max_stop_chars} characters"
-            message = f"{spelled}[{position}] is {render(stop)}; it must be {limit}"
-            raise invalid(spelled, message, value=render(stop), limit=limit)
+            name = f"{spelled}[{position}]"
+            raise invalid(
+                name, f"{name} is {render(stop)}; it must be {limit}", value=render(stop), limit=limit
+            )
         check_text(spelled, stop)
     return list(stops)
 

@@ -21,6 +21,9 @@ from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
 from kvern_gateway.scheduler_client import Choice, Generation
 
+# A client that has been slow gets what waited in pieces, each when it has read the one before.
+_EVENTS_PER_WRITE = 64
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -123,27 +126,31 @@ class GenerationSink:
         self._stream.fail(error)
 
     def flush(self, choice: Choice) -> None:
-        stream = self._stream
-        if not stream.connection.writable:
-            stream.wait(self, choice)
-            return
-        index = choice.index
-        output = self.outputs[index]
-        if output.finish_reason is not None:
-            return
-        first, tokens = choice.take()
+        connection, output = self._stream.connection, self.outputs[choice.index]
+        while output.finish_reason is None:
+            if not connection.writable:
+                self._stream.wait(self, choice)
+                return
+            self._write_some(choice, output)
+            if not choice.tokens:
+                return
+
+    def _write_some(self, choice: Choice, output: ChoiceOutput) -> None:
+        stream, index = self._stream, choice.index
+        first, tokens = choice.take(_EVENTS_PER_WRITE)
+        finished = None if choice.tokens else choice.finished
         parts: list[bytes] = [] if self._begun[index] else self._begin(index)
         if tokens:
             now = time.monotonic()
             stream.clock.tokens(self._base_index + index, len(tokens), now)
         head, tail, plain = self._heads[index], self._tail, stream.plain
         push = output.push
-        last = len(tokens) - 1 if choice.finished is not None else -1
+        last = len(tokens) - 1 if finished is not None else -1
         for position, token in enumerate(tokens):
             text = push(token)
             if position == last and output.finish_reason is None:
-                assert choice.finished is not None
-                text += output.finish(choice.finished)
+                assert finished is not None
+                text += output.finish(finished)
             if stream.job.echo_only:
                 text = ""
             if plain and output.finish_reason is None:
@@ -156,8 +163,8 @@ class GenerationSink:
                 )
             if output.finish_reason is not None:
                 break
-        if output.finish_reason is None and choice.finished is not None:
-            text = output.finish(choice.finished)
+        if output.finish_reason is None and finished is not None:
+            text = output.finish(finished)
             parts.append(head + encode_json(text) + self._full_tail(choice, output, None, 0))
         if parts:
             stream.connection.write_chunk(b"".join(parts))

@@ -268,7 +268,13 @@ class TextStream:
         for index, character in enumerate(text):
             state = matcher.step(state, character)
             stop = matcher.match[state]
-            if stop is not None and armed:
+            if stop is None:
+                continue
+            if not armed:
+                # It doesn't count, so it's held back only if it may grow into a longer one.
+                while matcher.match[state] is not None and not matcher.next[state]:
+                    state = matcher.fail[state]
+            else:
                 self.stopped = stop
                 seen = self._held + text[: index + 1]
                 self._held = ""

@@ -85,11 +85,23 @@ class _Reader:
         if kind == _ARRAY:
             item, length = self.u32(), self.u64()
             if item == _STRING:
-                return [self.string() for _ in range(length)]
+                return self._strings(length)
             if item == _ARRAY:
                 return [self.value(_ARRAY) for _ in range(length)]
             return list(self._unpack(item, length))
         return self._unpack(kind, 1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        data, offset, size = self._data, self._offset, len(self._data)
+        from_bytes, values = int.from_bytes, []
+        for _ in range(count):
+            start = offset + 8
+            offset = start + from_bytes(data[offset:start], "little")
+            if offset > size:
+                raise IndexError("string beyond the data read")
+            values.append(data[start:offset].decode("utf-8", "replace"))
+        self._offset = offset
+        return values
 
     def _unpack(self, kind: int, count: int) -> tuple[Any, ...]:
         code = _SCALARS.get(kind)

@@ -33,7 +33,7 @@ class ModelFilesError(ValueError):
     """The model's files can't serve text: something is missing, damaged or of an unknown kind."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TextModel:
     """Immutable once loaded; shared by all requests.
 

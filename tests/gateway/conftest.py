@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 import httpx
+import openai
 import pytest
 from gateway.fake_scheduler import FakeScheduler
 
@@ -43,6 +44,13 @@ class Served:
     channel: grpc.aio.Channel
     grpc_address: str
 
+    def openai(self) -> openai.AsyncOpenAI:
+        """OpenAI's SDK; without TLS roots, which take longer to load than most tests run."""
+        http = httpx.AsyncClient(timeout=20, verify=False)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, http_client=http
+        )
+
 
 Serve = Callable[..., Awaitable[Served]]
 
@@ -64,7 +72,7 @@ async def serve(smollm2: TextModel) -> AsyncIterator[Serve]:
         http_port, grpc_port = await server.start("127.0.0.1", 0, 0)
         await client.connected.wait()
         base_url = f"http://127.0.0.1:{http_port}"
-        http = httpx.AsyncClient(base_url=base_url, timeout=20)
+        http = httpx.AsyncClient(base_url=base_url, timeout=20, verify=False)
         address = f"127.0.0.1:{grpc_port}"
         served = Served(scheduler, gateway, server, http, base_url, create_channel(address), address)
         started.append(served)

@@ -14,6 +14,14 @@ from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
 from kvern.rpc.server import Server
 from kvern.v1 import error_pb2, model_pb2, sampling_pb2, session_pb2, session_pb2_grpc
 
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Waits for what another task is about to do."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 Script = Callable[[session_pb2.Submit, int], Sequence[int]]
 
 

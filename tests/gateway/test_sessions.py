@@ -1,0 +1,227 @@
+"""The session with the scheduler: what its loss means, cancels, duplicates, gaps, silence."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+from gateway.conftest import Serve, Served
+from gateway.fake_scheduler import FakeScheduler, until
+
+from kvern.rpc.errors import KvernError
+from kvern.rpc.packing import pack_i32, pack_u32
+from kvern.v1 import error_pb2, session_pb2
+from kvern_gateway import scheduler_client
+from kvern_gateway.scheduler_client import Choice, SchedulerClient, SessionLost
+
+LONG = {"prompt": "x", "max_tokens": 300, "temperature": 0}
+
+
+async def text_of(served: Served, body: dict[str, object] = LONG) -> str:
+    answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def test_a_stream_goes_on_over_a_lost_session(serve: Serve) -> None:
+    served = await serve(FakeScheduler(step_s=0.002))
+    expected = await text_of(served)
+    running = [asyncio.create_task(text_of(served)) for _ in range(3)]
+    for _ in range(3):
+        await asyncio.sleep(0.15)
+        served.scheduler.drop_sessions()
+    assert [await task for task in running] == [expected] * 3
+    assert served.scheduler.num_sessions >= 2
+    assert all(attach.next_index[0] > 0 for attach in served.scheduler.attaches)
+
+
+async def test_a_forgotten_request_ends_with_a_retry_hint(serve: Serve) -> None:
+    scheduler = FakeScheduler(step_s=0.005)
+    scheduler.forget_on_reconnect = True
+    served = await serve(scheduler)
+    running = asyncio.create_task(served.http.post("/v1/completions", json=LONG))
+    await until(lambda: scheduler.requests and next(iter(scheduler.requests.values())).sent[0] > 3)
+    scheduler.drop_sessions()
+    answer = await running
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "unavailable"
+
+
+async def test_a_forgotten_request_of_which_nothing_was_said_starts_over(serve: Serve) -> None:
+    scheduler = FakeScheduler()
+    scheduler.forget_on_reconnect = True
+    served = await serve(scheduler)
+    scheduler.paused.clear()
+    running = asyncio.create_task(text_of(served))
+    await until(lambda: scheduler.submits)
+    await asyncio.sleep(0.2)
+    scheduler.drop_sessions()
+    await until(lambda: len(scheduler.submits) == 2)
+    scheduler.paused.set()
+    assert await running
+    assert scheduler.submits[0].request_id == scheduler.submits[1].request_id
+
+
+async def test_a_silent_scheduler_is_left(serve: Serve) -> None:
+    served = await serve()
+    served.scheduler.silent = True
+    await until(lambda: not served.gateway.client.connected.is_set() or served.scheduler.num_sessions > 1, 4)
+    served.scheduler.silent = False
+    await until(served.gateway.client.connected.is_set)
+    assert await text_of(served)
+
+
+async def test_no_scheduler_is_said_at_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_client, "ADMIT_PATIENCE_S", 0.1)
+    served = await serve()
+    await served.scheduler.stop()
+    await until(lambda: not served.gateway.client.connected.is_set())
+    await asyncio.sleep(0.15)
+    answer = await served.http.post("/v1/completions", json=LONG)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    await served.scheduler.start(served.scheduler.address)
+
+
+async def test_open_requests_end_when_nobody_comes_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_client, "PATIENCE_S", 0.3)
+    served = await serve(FakeScheduler(step_s=0.01))
+    running = asyncio.create_task(served.http.post("/v1/completions", json=LONG))
+    await until(lambda: served.scheduler.submits)
+    await served.scheduler.stop()
+    assert (await running).status_code == 503
+    assert served.gateway.client.num_open == 0
+    await served.scheduler.start(served.scheduler.address)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_at_once(serve: Serve, stream: bool) -> None:
+    served = await serve(FakeScheduler(step_s=0.01))
+    other = asyncio.create_task(text_of(served, {**LONG, "max_tokens": 60}))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.base_url.rsplit(":", 1)[1]))
+    body = b'{"prompt": "y", "max_tokens": 2000, "n": 2, "stream": %s}' % (b"true" if stream else b"false")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await until(lambda: len(served.scheduler.submits) == 2)
+    if stream:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    await until(lambda: len(served.scheduler.cancels) == 2, 1)
+    assert not any(cancel.stopped for cancel in served.scheduler.cancels)
+    assert await other
+    assert served.gateway.metrics.running == 0
+    assert served.gateway.metrics.finished["abort"] == 2
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody(serve: Serve) -> None:
+    served = await serve(FakeScheduler(max_model_len=9000))
+    port = int(served.base_url.rsplit(":", 1)[1])
+    stuck = socket.create_connection(("127.0.0.1", port))
+    body = b'{"prompt": "y", "max_tokens": 8000, "stream": true, "logprobs": 20}'
+    stuck.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await until(lambda: served.scheduler.submits)
+    assert await text_of(served)
+    [connection] = [c for c in served.server.http_connections if not c.writable or c.on_writable]
+    await until(lambda: not connection.writable, 10)
+    # What waits is tokens; the transport holds little more than its high-water mark.
+    size = connection.transport.get_write_buffer_size()
+    assert size < 2**20
+    await asyncio.sleep(0.2)
+    assert connection.transport.get_write_buffer_size() <= size
+    # Then it reads: everything comes, in order, once.
+    stuck.setblocking(False)
+    loop = asyncio.get_running_loop()
+    data = b""
+    async with asyncio.timeout(60):
+        while b"[DONE]" not in data[-200:]:
+            data += await loop.sock_recv(stuck, 2**20)
+    stuck.close()
+    assert data.count(b'"index":0') == 8000
+
+
+async def test_two_gateways_one_dies(serve: Serve) -> None:
+    scheduler = FakeScheduler(step_s=0.003)
+    first, second = await serve(scheduler), await serve(scheduler)
+    expected = await text_of(second)
+    dying = asyncio.create_task(first.http.post("/v1/completions", json=LONG))
+    living = asyncio.create_task(text_of(second))
+    await until(lambda: len(scheduler.submits) == 3)
+    await first.server.stop(0)
+    with pytest.raises(httpx.TransportError):
+        await dying
+    assert await living == expected
+    assert await text_of(second) == expected
+
+
+# Without a server: the dispatcher alone.
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.error: KvernError | None = None
+        self.broken = False
+
+    def flush(self, choice: Choice) -> None:
+        if self.broken:
+            raise RuntimeError("a defect")
+        self.tokens += choice.take()[1]
+
+    def fail(self, error: KvernError) -> None:
+        self.error = error
+
+
+def tokens(handle: int, first: int, *ids: int) -> session_pb2.SessionResponse:
+    return session_pb2.SessionResponse(
+        token_handles=pack_u32([handle] * len(ids)),
+        token_indexes=pack_u32(range(first, first + len(ids))),
+        token_ids=pack_i32(ids),
+    )
+
+
+async def opened() -> tuple[SchedulerClient, Recorder, Recorder]:
+    client = SchedulerClient(["127.0.0.1:1"])
+    client.connected.set()
+    recorders = []
+    for _ in range(2):
+        generation = client.submit(session_pb2.Submit(n=1))
+        recorders.append(Recorder())
+        generation.attach_sink(recorders[-1])
+    return client, recorders[0], recorders[1]
+
+
+async def test_duplicates_are_dropped_and_gaps_reopen_the_session() -> None:
+    client, first, second = await opened()
+    client._dispatch(tokens(1, 0, 5, 6, 7))
+    client._dispatch(tokens(1, 1, 6, 7, 8))
+    client._dispatch(tokens(99, 0, 1))
+    assert (first.tokens, second.tokens) == ([5, 6, 7, 8], [])
+    with pytest.raises(SessionLost, match="token 6 came where 4 was due"):
+        client._dispatch(tokens(1, 6, 1))
+
+
+async def test_a_defect_in_one_request_ends_that_one_only() -> None:
+    client, first, second = await opened()
+    first.broken = True
+    both = tokens(1, 0, 5)
+    both.MergeFrom(session_pb2.SessionResponse())
+    client._dispatch(both)
+    client._dispatch(tokens(2, 0, 6))
+    assert first.error is not None and first.error.code == error_pb2.ERROR_CODE_INTERNAL
+    assert second.tokens == [6]
+    assert client.num_open == 1
+
+
+async def test_handles_of_open_choices_are_not_given_out_again() -> None:
+    client, _, _ = await opened()
+    client._next_handle = 2**32 - 3
+    generation = client.submit(session_pb2.Submit(n=4))
+    assert [choice.handle for choice in generation.choices] == [5, 6, 7, 8]

@@ -146,9 +146,12 @@ def _complete_blocks(group: Group, computed: Slots) -> None:
         return
     slots, until = computed[filling], full[filling]
     # Decoding fills one block, whose tokens are all among the recent ones; a prefill may fill many.
-    one = batch.num_tokens[slots] == until * size + 1
-    for slot, end in zip(slots[~one].tolist(), until[~one].tolist(), strict=True):
-        _index_blocks(group, slot, int(batch.num_full[slot]), end)
+    first = batch.num_full[slots]
+    one = (until == first + 1) & (batch.num_tokens[slots] == until * size + 1)
+    for slot, start, end in zip(
+        slots[~one].tolist(), first[~one].tolist(), until[~one].tolist(), strict=True
+    ):
+        _index_blocks(group, slot, start, end)
     if one.any():
         _complete_decoded(group, slots[one], until[one])
     batch.num_full[slots] = until

@@ -36,7 +36,7 @@ PATIENCE_S = 10.0
 ADMIT_PATIENCE_S = 1.0
 BACKOFF_S = (0.05, 1.0)
 _MAX_MESSAGE_BYTES = 8 * 2**20
-_DONE_INDEX = 2**32 - 1
+_MAX_HANDLE = 2**32 - 1
 
 
 class Sink(Protocol):
@@ -183,6 +183,7 @@ class SchedulerClient:
         self._next_handle = 1
         self._wake = asyncio.Event()
         self._submits: list[session_pb2.Submit] = []
+        self._attaches: list[session_pb2.Attach] = []
         self._cancels: list[session_pb2.CancelHandle] = []
         self._lost_at: float | None = None
         self._heard_at = 0.0
@@ -213,7 +214,7 @@ class SchedulerClient:
 
     def _allocate(self, n: int) -> int:
         first = self._next_handle
-        if first + n >= _DONE_INDEX:
+        if first + n > _MAX_HANDLE:
             first = 1
         while any(handle in self._choices for handle in range(first, first + n)):
             first += n
@@ -306,21 +307,19 @@ class SchedulerClient:
             channel = self._channels[address] = create_channel(address)
         call: Any = cast(Any, session_pb2_grpc.SchedulerServiceStub(channel)).Session()
         tasks: list[asyncio.Task[None]] = []
+        self._heard_at = time.monotonic()
         try:
             await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=self.gateway_id)))
-            first = await _first_response(call)
-            self._welcomed(address, first.welcome)
-            await call.write(self._resumption())
             tasks = [asyncio.create_task(self._write_loop(call)), asyncio.create_task(self._watch(call))]
-            self._dispatch(first)
             while True:
                 response = await call.read()
                 if not isinstance(response, session_pb2.SessionResponse):  # EOF
                     await _raise_status(call)
                 self._heard_at = time.monotonic()
+                # It comes when the scheduler knows its model; until then there are heartbeats.
+                if response.HasField("welcome"):
+                    self._welcomed(address, response.welcome)
                 self._dispatch(response)
-        except TimeoutError as error:
-            raise SessionLost(f"no answer within {SILENCE_S} s") from error
         except asyncio.CancelledError:
             if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
@@ -332,9 +331,10 @@ class SchedulerClient:
 
     def _welcomed(self, address: str, welcome: session_pb2.Welcome) -> None:
         self.welcome = welcome
-        self._heard_at = time.monotonic()
         self._lost_at = None
+        self._resume()
         self.connected.set()
+        self._wake.set()
         log.info(
             "session with %s: cell %s, epoch %d, model %s",
             address,
@@ -343,29 +343,28 @@ class SchedulerClient:
             welcome.model.name,
         )
 
-    def _resumption(self) -> session_pb2.SessionRequest:
-        """Everything open, said again on a new session. Cancels of the old one are repeated for stopped choices."""
-        request = session_pb2.SessionRequest()
+    def _resume(self) -> None:
+        """Says everything that is open anew on a new session. Choices that a stop string ended are cancelled again."""
         self._submits.clear()
         self._cancels.clear()
+        self._attaches.clear()
         for handle, generation in self._generations.items():
             if not generation.admitted.done():
-                request.submits.append(generation.submit)
+                self._submits.append(generation.submit)
                 continue
-            request.attaches.append(
+            self._attaches.append(
                 session_pb2.Attach(
                     handle=handle,
                     request_id=generation.submit.request_id,
                     tenant=generation.submit.tenant,
-                    next_index=[_DONE_INDEX if c.done else c.next_index for c in generation.choices],
+                    next_index=[choice.next_index for choice in generation.choices],
                 )
             )
-            request.cancels.extend(
-                session_pb2.CancelHandle(handle=c.handle, stopped=True)
-                for c in generation.choices
-                if c.stopped
+            self._cancels.extend(
+                session_pb2.CancelHandle(handle=choice.handle, stopped=choice.stopped)
+                for choice in generation.choices
+                if choice.done and choice.finished is None
             )
-        return request
 
     async def _write_loop(self, call: Any) -> None:
         try:
@@ -378,22 +377,30 @@ class SchedulerClient:
                 self._wake.clear()
                 while True:
                     await call.write(self._outgoing())
-                    if not self._submits and not self._cancels:
+                    if not self.connected.is_set() or not (self._submits or self._attaches or self._cancels):
                         break
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # The reader sees the status.
 
     def _outgoing(self) -> session_pb2.SessionRequest:
-        request = session_pb2.SessionRequest(cancels=self._cancels)
-        self._cancels = []
-        size = taken = 0
-        for submit in self._submits:
-            size += len(submit.prompt_token_ids) + len(submit.block_hashes)
-            if taken and size > _MAX_MESSAGE_BYTES:
-                break
-            request.submits.append(submit)
-            taken += 1
-        del self._submits[:taken]
+        """The next message; an empty one is a heartbeat. Cancels follow the submits that they may be about."""
+        request = session_pb2.SessionRequest()
+        if not self.connected.is_set():
+            return request
+        if self._submits or self._attaches:
+            request.attaches.extend(self._attaches)
+            self._attaches.clear()
+            size = taken = 0
+            for submit in self._submits:
+                size += len(submit.prompt_token_ids) + len(submit.block_hashes)
+                if taken and size > _MAX_MESSAGE_BYTES:
+                    break
+                request.submits.append(submit)
+                taken += 1
+            del self._submits[:taken]
+        else:
+            request.cancels.extend(self._cancels)
+            self._cancels.clear()
         return request
 
     async def _watch(self, call: Any) -> None:

@@ -78,6 +78,8 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.cancels: list[session_pb2.CancelHandle] = []
         self.attaches: list[session_pb2.Attach] = []
         self.refuse: KvernError | None = None
+        self.model_loaded = asyncio.Event()
+        self.model_loaded.set()
         self.paused = asyncio.Event()
         self.paused.set()
         self.silent = False
@@ -117,6 +119,10 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         if self.num_sessions > 1 and self.forget_on_reconnect:
             self.requests.clear()
         try:
+            # A real scheduler says it when its first worker has loaded the model; there are heartbeats until then.
+            while not self.model_loaded.is_set():
+                yield session_pb2.SessionResponse()
+                await asyncio.sleep(0.1)
             yield session_pb2.SessionResponse(welcome=self.welcome)
             while not session.dropped.is_set():
                 response = await session.step()
@@ -139,15 +145,16 @@ class _Session:
 
     async def read(self, requests: AsyncIterator[session_pb2.SessionRequest]) -> None:
         async for message in requests:
-            for submit in message.submits:
-                self._submit(submit)
-            for attach in message.attaches:
-                self._attach(attach)
+            # The order of the real one: a cancel is about what an earlier message said.
             for cancel in message.cancels:
                 self.scheduler.cancels.append(cancel)
                 request = self.open.pop(cancel.handle, None)
                 if request is not None:
                     request[0].closed.add(request[1])
+            for submit in message.submits:
+                self._submit(submit)
+            for attach in message.attaches:
+                self._attach(attach)
             self.wake.set()
 
     def _submit(self, submit: session_pb2.Submit) -> None:
@@ -174,7 +181,7 @@ class _Session:
             error = KvernError(error_pb2.ERROR_CODE_REQUEST_NOT_FOUND, "no such request")
             self.answers.refused.add(handle=attach.handle, error=error.to_pb())
             return
-        known.sent = [min(index, 10**6) for index in attach.next_index]
+        known.sent = list(attach.next_index)
         self._admit(attach.handle, known)
 
     def _admit(self, handle: int, request: Request) -> None:

@@ -15,6 +15,7 @@ from kvern.rpc.packing import pack_i32, pack_u32
 from kvern.v1 import error_pb2, session_pb2
 from kvern_gateway import scheduler_client
 from kvern_gateway.scheduler_client import Choice, SchedulerClient, SessionLost
+from kvern_gateway.text.tokenizer import TextModel
 
 LONG = {"prompt": "x", "max_tokens": 300, "temperature": 0}
 
@@ -159,6 +160,48 @@ async def test_two_gateways_one_dies(serve: Serve) -> None:
         await dying
     assert await living == expected
     assert await text_of(second) == expected
+
+
+async def test_it_waits_for_the_model_and_is_not_ready_before(smollm2: TextModel) -> None:
+    scheduler = FakeScheduler()
+    scheduler.model_loaded.clear()
+    client = SchedulerClient([await scheduler.start()])
+    running = asyncio.create_task(client.run())
+    await until(lambda: scheduler.num_sessions)
+    await asyncio.sleep(scheduler_client.SILENCE_S + 0.3)
+    assert not client.connected.is_set()
+    scheduler.model_loaded.set()
+    await asyncio.wait_for(client.connected.wait(), 0.5)
+    assert scheduler.num_sessions == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await scheduler.stop()
+
+
+async def test_a_request_that_is_given_up_at_once_is_not_left_running(serve: Serve) -> None:
+    served = await serve(FakeScheduler(step_s=0.01))
+    generation = served.gateway.client.submit(
+        session_pb2.Submit(request_id="a", n=2, params={"max_tokens": 500})
+    )
+    generation.cancel()
+    await until(lambda: len(served.scheduler.cancels) == 2)
+    assert len(served.scheduler.requests["a"].closed) == 2
+
+
+async def test_a_stopped_choice_stays_stopped_over_a_lost_session(serve: Serve) -> None:
+    served = await serve(FakeScheduler(step_s=0.005))
+    submit = session_pb2.Submit(request_id="a", n=2, params={"max_tokens": 500})
+    generation = served.gateway.client.submit(submit)
+    recorder = Recorder()
+    generation.attach_sink(recorder)
+    await until(lambda: len(recorder.tokens) > 4)
+    generation.stop(generation.choices[0])
+    served.scheduler.drop_sessions()
+    await until(lambda: served.scheduler.attaches)
+    await until(lambda: len(served.scheduler.requests["a"].closed) == 1)
+    before = len(recorder.tokens)
+    await until(lambda: len(recorder.tokens) > before + 5)
+    generation.cancel()
 
 
 # Without a server: the dispatcher alone.

@@ -5,8 +5,9 @@
 
 namespace kvern {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, Q4_1 = 3, Q8_0 = 4 };
 constexpr int64_t TYPE_BYTES[] = {4, 2, 2};
+constexpr int Q4_1_GROUP = 320, Q8_0_GROUP = 544;  // bytes of 16 outputs x 32 weights
 
 // Rows of heads, or of plain vectors: element (t, h, d) lies at data + t * row + h * head + d.
 struct Rows {
@@ -16,7 +17,7 @@ struct Rows {
 };
 
 // y[m, n] = x[m, k] · panels + bias, y contiguous. Weights come in panels of 16 outputs:
-// F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and to whole panels.
+// F32 [n / 16][k][16]; Q4_1 and Q8_0 [n / 16][k / 32] groups (see linear.h); BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and to whole panels.
 struct Linear {
   const void* x;
   int64_t x_row;

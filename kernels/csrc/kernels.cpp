@@ -107,6 +107,16 @@ static Cache cache_of(void* keys, void* values, const int64_t* shape) {
   return c;
 }
 
+// -8 times a half, as a half: three doublings, exact below infinity.
+static uint16_t times_minus_8(const uint8_t* half) {
+  uint16_t h;
+  memcpy(&h, half, 2);
+  const uint16_t sign = (h & 0x8000) ^ 0x8000;
+  uint32_t rest = h & 0x7fff;
+  for (int i = 0; i < 3 && rest < 0x7c00; ++i) rest = rest < 0x400 ? rest * 2 : rest + 0x400;
+  return (uint16_t)(sign | (rest > 0x7c00 && (h & 0x7fff) <= 0x7c00 ? 0x7c00 : rest));
+}
+
 }  // namespace kvern
 
 using namespace kvern;
@@ -133,6 +143,39 @@ EXPORT void kvern_pack(const void* weight, int type, void* panels, int64_t n, in
         for (int64_t i = 0; i < k; ++i) ((float*)panel)[i * 16 + j] = ((const float*)row)[i];
       } else {
         for (int64_t i = 0; i < k; ++i) ((uint16_t*)panel)[(i / 2 * 16 + j) * 2 + i % 2] = ((const uint16_t*)row)[i];
+      }
+    }
+  }
+}
+
+// GGUF rows of blocks [n, k / 32], by the name's number 40 (Q4_0), 41 (Q4_1) or 80 (Q8_0) → panels. Q4_0,
+// d (q - 8), becomes Q4_1 with the minimum -8 d, which is exact.
+EXPORT void kvern_pack_gguf(const uint8_t* blocks, int kind, uint8_t* panels, int64_t n, int64_t k) {
+  const int64_t block_bytes = kind == 80 ? 34 : kind == 41 ? 20 : 18, count = k / 32;
+  const int64_t group_bytes = kind == 80 ? Q8_0_GROUP : Q4_1_GROUP;
+#pragma omp parallel for
+  for (int64_t p = 0; p < (n + 15) / 16; ++p) {
+    for (int64_t g = 0; g < count; ++g) {
+      uint8_t* group = panels + (p * count + g) * group_bytes;
+      memset(group, 0, group_bytes);
+      for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
+        const uint8_t* block = blocks + ((p * 16 + j) * count + g) * block_bytes;
+        memcpy(group + 2 * j, block, 2);
+        if (kind == 80) {
+          for (int i = 0; i < 32; ++i) group[32 + 16 * i + j] = block[2 + i];
+          continue;
+        }
+        if (kind == 41) {
+          memcpy(group + 32 + 2 * j, block + 2, 2);
+        } else {
+          uint16_t minimum = times_minus_8(block);
+          memcpy(group + 32 + 2 * j, &minimum, 2);
+        }
+        const uint8_t* nibbles = block + (kind == 41 ? 4 : 2);
+        for (int i = 0; i < 32; ++i) {
+          uint8_t q = i < 16 ? nibbles[i] & 15 : nibbles[i - 16] >> 4;
+          group[64 + 64 * (i / 8) + 4 * j + i % 8 / 2] |= q << (i % 2 * 4);
+        }
       }
     }
   }

@@ -18,35 +18,44 @@ constexpr int MAX_PANELS = ACCUMULATORS >= 24 ? 8 : ACCUMULATORS >= 6 ? 4 : 2;
 constexpr int64_t K_MULTIPLE = 32;  // bfloat16 panels are padded along k to this: a matrix tile's depth
 constexpr int64_t ROW_BLOCK = 32 * MAX_ROWS;
 
-// How one step along k multiplies: the weights of a panel, a broadcast of x, and their product added.
+// How a kind of weights multiplies. Panels are read group by group: `Group` holds what a group has once
+// (scales), then `UNITS` times a `Unit` (what is loaded at once), then from each unit `STEPS` times the next
+// K weights of 16 outputs, which meet a broadcast of x.
+struct NoGroup {};
+
 struct F32Step {
   using W = float;
   using X = float;
-  static constexpr int K = 1;
-  struct Weights {
-    V16 w;
-  };
+  static constexpr int K = 1, STEPS = 1, UNITS = 1, GROUP_SIZE = LANES;
+  using Group = NoGroup;
+  using Unit = V16;
+  using Weights = V16;
   using Broadcast = V16;
-  INLINE Weights weights(const W* p) { return {load(p)}; }
+  INLINE Group group(const W*) { return {}; }
+  INLINE Unit unit(const W* p, int) { return load(p); }
+  INLINE Weights next(Unit& u, const Group&) { return u; }
   INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
-  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w.w, acc); }
+  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
 };
 
 struct BF16Step {  // bfloat16 weights widened, float x
   using W = bf16;
   using X = float;
-  static constexpr int K = 2;
-  struct Weights {
+  static constexpr int K = 2, STEPS = 1, UNITS = 1, GROUP_SIZE = 2 * LANES;
+  struct Pair {
     V16 first, second;
   };
-  struct Broadcast {
-    V16 first, second;
-  };
-  INLINE Weights weights(const W* p) {
-    Weights r;
-    load_pairs(p, r.first, r.second);
-    return r;
+  using Group = NoGroup;
+  using Unit = Pair;
+  using Weights = Pair;
+  using Broadcast = Pair;
+  INLINE Group group(const W*) { return {}; }
+  INLINE Unit unit(const W* p, int) {
+    Unit u;
+    load_pairs(p, u.first, u.second);
+    return u;
   }
+  INLINE Weights next(Unit& u, const Group&) { return u; }
   INLINE Broadcast broadcast(const X* x) { return {set1(x[0]), set1(x[1])}; }
   INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) {
     return fma(x.second, w.second, fma(x.first, w.first, acc));
@@ -57,20 +66,67 @@ struct BF16Step {  // bfloat16 weights widened, float x
 struct BF16Dot {  // bfloat16 weights and x, the processor's pair product
   using W = bf16;
   using X = bf16;
-  static constexpr int K = 2;
-  struct Weights {
-    __m512bh w;
-  };
-  using Broadcast = __m512bh;
-  INLINE Weights weights(const W* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+  static constexpr int K = 2, STEPS = 1, UNITS = 1, GROUP_SIZE = 2 * LANES;
+  using Group = NoGroup;
+  using Unit = __m512i;
+  using Weights = __m512i;
+  using Broadcast = int32_t;
+  INLINE Group group(const W*) { return {}; }
+  INLINE Unit unit(const W* p, int) { return _mm512_loadu_si512(p); }
+  INLINE Weights next(Unit& u, const Group&) { return u; }
   INLINE Broadcast broadcast(const X* x) {
     int32_t pair;
     memcpy(&pair, x, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
+    return pair;
   }
-  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return {_mm512_dpbf16_ps(acc.v, w.w, x)}; }
+  INLINE V16 multiply(V16 acc, const Weights& w, Broadcast x) {
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x))};
+  }
 };
 #endif
+
+// GGUF blocks of 32. A group: 16 scales, 16 minima (Q4_1), then per 8 weights along k a word per output
+// (Q4_1), or per weight a byte per output (Q8_0). Widening them is exact up to one rounding, the same as
+// that of dequantizing first: the bits are those of the float32 kernel on dequantized weights.
+struct Q41Step {
+  using W = uint8_t;
+  using X = float;
+  static constexpr int K = 1, STEPS = 8, UNITS = 4, GROUP_SIZE = kvern::Q4_1_GROUP;
+  struct Group {
+    V16 scale, minimum;
+  };
+  using Unit = Words;
+  using Weights = V16;
+  using Broadcast = V16;
+  INLINE Group group(const W* p) { return {load((const f16*)p), load((const f16*)(p + 32))}; }
+  INLINE Unit unit(const W* p, int u) { return load_words(p + 64 + 64 * u); }
+  INLINE Weights next(Unit& u, const Group& g) {
+    V16 q = low_nibbles(u);
+    u = next_nibbles(u);
+    return fma(q, g.scale, g.minimum);  // the product is exact: one rounding
+  }
+  INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
+  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
+};
+
+struct Q80Step {
+  using W = uint8_t;
+  using X = float;
+  static constexpr int K = 1, STEPS = 4, UNITS = 8, GROUP_SIZE = kvern::Q8_0_GROUP;
+  using Group = V16;
+  using Unit = const int8_t*;
+  using Weights = V16;
+  using Broadcast = V16;
+  INLINE Group group(const W* p) { return load((const f16*)p); }
+  INLINE Unit unit(const W* p, int u) { return (const int8_t*)p + 32 + 64 * u; }
+  INLINE Weights next(Unit& u, const Group& g) {
+    V16 q = load(u);
+    u += LANES;
+    return q * g;
+  }
+  INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
+  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
+};
 
 struct Out {
   void* y;
@@ -113,16 +169,23 @@ static void tile(const typename Step::X* x, int64_t x_row, const typename Step::
   UNROLL for (int m = 0; m < ROWS; ++m) {
     UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = zero();
   }
-  constexpr int64_t step = LANES * Step::K;
-  for (int64_t i = 0; i < k; i += Step::K, w += step) {
-    typename Step::Weights weights[PANELS];
-    UNROLL for (int p = 0; p < PANELS; ++p) {
-      weights[p] = Step::weights(w + p * panel);
-      __builtin_prefetch((const char*)(w + p * panel) + PREFETCH_BYTES);
-    }
-    UNROLL for (int m = 0; m < ROWS; ++m) {
-      auto b = Step::broadcast(x + m * x_row + i);
-      UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = Step::multiply(acc[m][p], weights[p], b);
+  for (int64_t i = 0; i < k; w += Step::GROUP_SIZE) {
+    typename Step::Group groups[PANELS];
+    UNROLL for (int p = 0; p < PANELS; ++p) groups[p] = Step::group(w + p * panel);
+    for (int u = 0; u < Step::UNITS; ++u) {
+      typename Step::Unit units[PANELS];
+      UNROLL for (int p = 0; p < PANELS; ++p) {
+        units[p] = Step::unit(w + p * panel, u);
+        __builtin_prefetch((const char*)(w + p * panel) + 64 * u + PREFETCH_BYTES);
+      }
+      for (int j = 0; j < Step::STEPS; ++j, i += Step::K) {
+        typename Step::Weights weights[PANELS];
+        UNROLL for (int p = 0; p < PANELS; ++p) weights[p] = Step::next(units[p], groups[p]);
+        UNROLL for (int m = 0; m < ROWS; ++m) {
+          auto b = Step::broadcast(x + m * x_row + i);
+          UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = Step::multiply(acc[m][p], weights[p], b);
+        }
+      }
     }
   }
   alignas(64) float sums[ROWS * PANELS * LANES];
@@ -136,14 +199,15 @@ template <class Step>
 using Tile = void (*)(const typename Step::X*, int64_t, const typename Step::W*, int64_t, int64_t, const Out&, int64_t,
                       int64_t);
 
-constexpr int widest(int rows) {
-  int panels = ACCUMULATORS / rows;
+// Panels that fit beside `rows` rows; quantized ones also hold scales and a unit in registers.
+constexpr int widest(int rows, bool quantized) {
+  int panels = ACCUMULATORS / (quantized ? rows + 3 : rows);
   return panels < 1 ? 1 : panels > MAX_PANELS ? MAX_PANELS : panels;
 }
 
 template <class Step, int ROWS, int PANELS>
 constexpr Tile<Step> tile_or_null() {
-  if constexpr (ROWS <= MAX_ROWS && PANELS <= widest(ROWS)) {
+  if constexpr (ROWS <= MAX_ROWS && PANELS <= widest(ROWS, Step::STEPS > 1)) {
     return tile<Step, ROWS, PANELS>;
   } else {
     return nullptr;
@@ -170,9 +234,9 @@ INLINE Tile<Step> find_tile(int64_t rows, int64_t panels) {
 }
 
 // Panels per task: the widest that keeps every thread busy to the end.
-static int64_t panels_per_task(int64_t panels, int rows, int threads) {
+static int64_t panels_per_task(int64_t panels, int64_t widest, int threads) {
   int64_t best = 1, best_cost = INT64_MAX;
-  for (int64_t width = widest(rows); width >= 1; --width) {
+  for (int64_t width = widest; width >= 1; --width) {
     int64_t tasks = (panels + width - 1) / width;
     int64_t cost = (tasks + threads - 1) / threads * (2 * width + 1);
     if (cost < best_cost) best = width, best_cost = cost;
@@ -182,11 +246,11 @@ static int64_t panels_per_task(int64_t panels, int rows, int threads) {
 
 template <class Step>
 static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64_t x_row, int64_t k) {
-  const int64_t panel = k * LANES, panels = (a.n + LANES - 1) / LANES;
+  const int64_t panel = k / (Step::K * Step::STEPS * Step::UNITS) * Step::GROUP_SIZE, panels = (a.n + LANES - 1) / LANES;
   const int64_t blocks = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
   const int64_t tiles_of_block = (a.m < ROW_BLOCK ? a.m + MAX_ROWS - 1 : ROW_BLOCK) / MAX_ROWS;
   const int64_t rows_per_tile = a.m < ROW_BLOCK ? (a.m + tiles_of_block - 1) / tiles_of_block : MAX_ROWS;
-  const int64_t width = panels_per_task(panels, (int)rows_per_tile, a.threads);
+  const int64_t width = panels_per_task(panels, widest((int)rows_per_tile, Step::STEPS > 1), a.threads);
   const int64_t groups = (panels + width - 1) / width, tasks = groups * blocks;
   const typename Step::W* weight = (const typename Step::W*)a.weight;
   const Out out = {a.y, a.n, a.x_type, a.bias, a.n};

@@ -12,6 +12,8 @@ namespace KVERN_ISA {
 
 static void linear(const kvern::Linear& a) {
   if (a.weight_type == kvern::F32) return linear_of<F32Step>(a, kvern::F32, 1);
+  if (a.weight_type == kvern::Q4_1) return linear_of<Q41Step>(a, kvern::F32, 1);
+  if (a.weight_type == kvern::Q8_0) return linear_of<Q80Step>(a, kvern::F32, 1);
 #if defined(__AMX_BF16__)
   if (a.x_type == kvern::BF16) {
     int64_t row;

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import gelu_and_mul as gelu_and_mul
     from kvern_kernels.reference import linear as linear
     from kvern_kernels.reference import new_kv_cache as new_kv_cache
+    from kvern_kernels.reference import pack_gguf as pack_gguf
     from kvern_kernels.reference import pack_linear as pack_linear
     from kvern_kernels.reference import paged_attention as paged_attention
     from kvern_kernels.reference import rms_norm as rms_norm
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 OPS = (
     "pack_linear",
+    "pack_gguf",
     "linear",
     "rms_norm",
     "add_rms_norm",

@@ -19,6 +19,7 @@ _library = library.load()
 NAME = f"cpu/{_library.kvern_variant().decode()}"
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GGUF_GROUP = {"Q4_0": (3, 320), "Q4_1": (3, 320), "Q8_0": (4, 544)}  # type, bytes of 16 outputs x 32
 _HUGE_PAGE = 2 << 20
 _threads = torch.get_num_threads
 _linear, _norm, _gate = _library.kvern_linear, _library.kvern_norm, _library.kvern_gate
@@ -58,22 +59,31 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     weight = weight.contiguous()
     n, k = weight.shape
     depth = 32 if weight.dtype == torch.bfloat16 else 1
-    whole = -(-n // 16) * 16
-    panels = _aligned(whole * (-(-k // depth) * depth), weight.dtype)
+    panels = _aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
     _library.kvern_pack(weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
+    return _packed(panels, _TYPES[weight.dtype], n, k, bias)
+
+
+def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
+    """Repack a GGUF matrix, uint8 [N, bytes of a row] of `kind` Q4_0, Q4_1 or Q8_0, as it is quantized.
+
+    `linear` then gives the bits of the dequantized float32 weights. Raises ValueError on another kind.
+    """
+    n, k = reference.gguf_shape(blocks, kind)
+    group = _GGUF_GROUP[kind]
+    blocks = blocks.contiguous()
+    panels = _aligned(-(-n // 16) * (k // 32) * group[1], torch.uint8)
+    _library.kvern_pack_gguf(blocks.data_ptr(), int(kind[1] + kind[3]), panels.data_ptr(), n, k)
+    return _packed(panels, group[0], n, k, bias)
+
+
+def _packed(panels: Tensor, type_: int, n: int, k: int, bias: Tensor | None) -> PackedLinear:
     padded = None
     if bias is not None:
-        padded = torch.zeros(whole)
+        padded = torch.zeros(-(-n // 16) * 16)
         padded[:n] = bias
-    return PackedLinear(
-        panels,
-        padded,
-        _TYPES[weight.dtype],
-        k,
-        n,
-        panels.data_ptr(),
-        None if padded is None else padded.data_ptr(),
-    )
+    address = None if padded is None else padded.data_ptr()
+    return PackedLinear(panels, padded, type_, k, n, panels.data_ptr(), address)
 
 
 def new_kv_cache(

@@ -261,7 +261,7 @@ def test_missing_shards_folders_and_formats(checkpoint: Folders, tmp_path: Path)
         open_checkpoint(folder, "tensorizer")
     with pytest.raises(KvernError, match="does not exist"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(KvernError, match="neither a config.json nor"):
+    with pytest.raises(KvernError, match="neither a config"):
         open_checkpoint(tmp_path)
     with pytest.raises(KvernError) as caught:
         open_checkpoint(checkpoint("llama"), "pt")

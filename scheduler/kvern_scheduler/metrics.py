@@ -83,6 +83,7 @@ class Metrics:
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed per step", _TOKENS)
         self._generated = Counter("vllm:generation_tokens", "Output tokens", _LABELS, registry=self.registry)
         self._prompts = Counter("vllm:prompt_tokens", "Prompt tokens", _LABELS, registry=self.registry)
+        self.named("")
 
     def watch(self, engine: Engine) -> None:
         """Gauges read ``engine`` from now on."""
@@ -92,11 +93,14 @@ class Metrics:
     def named(self, model_name: str) -> None:
         """The label that all series bear."""
         self._labels = (model_name, "0")
+        # Looked up once: labels() costs more than counting.
+        self._observe_step = self._iteration.labels(*self._labels).observe
+        self._count_tokens = self._generated.labels(*self._labels).inc
 
     def stepped(self, plan: Plan) -> None:
         """A step's result was folded."""
-        self._iteration.labels(*self._labels).observe(plan.num_computed_tokens)
-        self._generated.labels(*self._labels).inc(plan.slots.size - plan.num_unsampled)
+        self._observe_step(plan.num_computed_tokens)
+        self._count_tokens(plan.slots.size - plan.num_unsampled)
 
     def refused(self, error: RequestError) -> None:
         reason = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()

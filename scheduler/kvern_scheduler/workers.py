@@ -138,6 +138,7 @@ class Worker:
             )
             self._restore_index(self.group, unpack_u32(inventory.generations))
         assert self.group is not None
+        self._engine.metrics.named(description.model.name)
         self.ready = True
         self._engine.instances[self.group.index] = self.instance_id
         self._engine.pumps[self.group.index] = self.pump

@@ -140,7 +140,7 @@ def resolved_greedy(max_tokens: int) -> sampling_pb2.SamplingParams:
 
 
 async def run(options: ControlOptions) -> dict[str, Any]:
-    """Medians of the scheduler's own step timings, microseconds. Raises ChildFailed, RuntimeError, TimeoutError."""
+    """The scheduler's own medians, microseconds, and counted rates. Raises ChildFailed, RuntimeError, TimeoutError."""
     services = bench_stack.running(
         "worker", "scheduler", store=options.store, appendfsync=options.appendfsync, flags=options.flags
     )
@@ -152,12 +152,12 @@ async def run(options: ControlOptions) -> dict[str, Any]:
             await _first(loading, load.all_decoding.wait(), _START_TIMEOUT_S + options.sequences * 0.05)
             bench.supervisor.mark_ready()
             cpu_before, tokens_before, started = bench.cpu_seconds(), load.num_tokens, perf_counter()
-            first = last = (await scheduler.GetStatus(session_pb2.GetStatusRequest())).step
-            while last - first < options.steps:
+            first = last = await _timings(scheduler)
+            while last.steps - first.steps < options.steps:
                 await _first(loading, asyncio.sleep(0.2), 1.0)
-                last = (await scheduler.GetStatus(session_pb2.GetStatusRequest())).step
+                last = await _timings(scheduler)
             elapsed = perf_counter() - started
-            timings = (await scheduler.GetStatus(session_pb2.GetStatusRequest())).timings
+            steps = last.steps - first.steps
             cpu = {name: seconds - cpu_before.get(name, 0.0) for name, seconds in bench.cpu_seconds().items()}
             tokens = load.num_tokens - tokens_before
         finally:
@@ -167,16 +167,20 @@ async def run(options: ControlOptions) -> dict[str, Any]:
         "sequences": options.sequences,
         "store": options.store,
         "sim_step_us": options.step_us,
-        "plan_us_p50": timings.plan_us_p50,
-        "fold_us_p50": timings.fold_us_p50,
-        "commit_us_p50": timings.commit_us_p50,
-        "step_us_p50": timings.step_us_p50,
-        "steps_per_s": timings.steps_per_s,
-        "steps": last - first,
-        "measured_steps_per_s": (last - first) / elapsed,
+        "plan_us_p50": last.plan_us_p50,
+        "fold_us_p50": last.fold_us_p50,
+        "commit_us_p50": last.commit_us_p50,
+        "step_us_p50": last.step_us_p50,
+        # Counted, not 1 / median: what holds up a few steps for long must show.
+        "steps_per_s": steps / elapsed,
+        "steps": steps,
         "tokens_per_s": tokens / elapsed,
-        "cpu_us_per_step": {name: seconds * 1e6 / (last - first) for name, seconds in cpu.items()},
+        "cpu_us_per_step": {name: seconds * 1e6 / steps for name, seconds in cpu.items()},
     }
+
+
+async def _timings(scheduler: session_pb2_grpc.SchedulerServiceAsyncStub) -> session_pb2.StepTimings:
+    return (await scheduler.GetStatus(session_pb2.GetStatusRequest())).timings
 
 
 async def _reconnecting(load: DecodingLoad, scheduler: session_pb2_grpc.SchedulerServiceAsyncStub) -> None:

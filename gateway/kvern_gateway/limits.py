@@ -10,6 +10,7 @@ class Limits:
     """Sizes are counts unless the name says bytes or chars."""
 
     max_body_bytes: int = 4 * 2**20
+    body_timeout_s: float = 30.0
     max_prompts: int = 128
     max_n: int = 128
     # n times the number of prompts.
@@ -22,8 +23,9 @@ class Limits:
     max_bad_words: int = 256
     max_messages: int = 4_096
     max_salt_chars: int = 256
-    # Text longer than this many characters per context token can't fit, and isn't tokenized to find out.
-    max_chars_per_token: int = 64
+    # Text longer than this many characters per context token isn't tokenized to find out whether it fits. Ordinary
+    # text has 3 to 5; the longest tokens (runs of spaces or dashes) have about 100.
+    max_chars_per_token: int = 100
     max_detokenize_ids: int = 1_000_000
     # Rendering a chat template: wall time, and characters of output.
     template_timeout_s: float = 0.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -188,6 +189,9 @@ async def serve(arguments: argparse.Namespace) -> int:
     )
     server = GatewayServer(gateway)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)
+    # What has been built by now stays: the collector need not walk the vocabulary again and again.
+    gc.collect()
+    gc.freeze()
     log.info("HTTP on http://%s:%d, gRPC on %s:%d", arguments.host, http_port, arguments.host, grpc_port)
     stopping = asyncio.ensure_future(stop.wait())
     waited: list[asyncio.Future[Any]] = [stopping, server.failed]

@@ -6,7 +6,6 @@ resolved: all defaults filled, all ids within the vocabulary. Errors name the fi
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +82,7 @@ class Fields:
         limit = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, value, limit)
-        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        if not low <= value <= high or (above and value == low):  # NaN is not within anything.
             raise self.error(name, value, limit)
         return float(value)
 
@@ -191,7 +190,7 @@ def check_prompt_chars(spelled: str, text: str, model: ModelFacts, limits: Limit
     """Refuses what can't fit, before anything is spent on tokenizing it."""
     most = model.max_model_len * limits.max_chars_per_token
     if len(text) > most:
-        what = f"the text has {len(text)} characters, which can't be fewer than {model.max_model_len} tokens"
+        what = f"the text has {len(text)} characters, and more than {most} are not even tokenized"
         raise context_exceeded(spelled, model, what, len(text))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -10,10 +11,18 @@ from typing import Any
 import grpc
 import pytest
 from gateway.conftest import Serve, Served
+from gateway.fake_scheduler import FakeScheduler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvern.rpc.errors import KvernError, error_from_rpc
 from kvern.v1 import error_pb2, generation_pb2, generation_pb2_grpc, sampling_pb2
+from kvern_gateway.gateway import Gateway
+from kvern_gateway.http import parse, protocol
+from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.limits import Limits
+from kvern_gateway.scheduler_client import SchedulerClient
+from kvern_gateway.text.tokenizer import TextModel
 
 # (what changes, param, what the message holds)
 COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -34,9 +43,11 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1] * 2048}, "prompt", "2048 tokens"),
     ({"prompt": [1] * 2000, "max_tokens": 49}, "max_tokens", "asks for 49 more"),
     ({"prompt": "word " * 3000}, "prompt", "the context of this model is 2048 tokens"),
-    ({"prompt": "x" * 200_000}, "prompt", "200000 characters"),
+    ({"prompt": "x" * 300_000}, "prompt", "300000 characters"),
     ({"temperature": -0.1}, "temperature", "-0.1; it must be a number from 0 to 100"),
     ({"temperature": 101}, "temperature", "101"),
+    ({"temperature": 10**400}, "temperature", "0 to 100"),
+    ({"logit_bias": {"5": -(10**400)}}, "logit_bias[5]", "-100 to 100"),
     ({"temperature": "hot"}, "temperature", "'hot'"),
     ({"temperature": True}, "temperature", "True"),
     ({"top_p": 0}, "top_p", "above 0 up to 1"),
@@ -252,6 +263,72 @@ async def test_a_body_over_the_limit(serve: Serve, chunked: bool) -> None:
     assert (await served.http.get("/health")).status_code == 200
 
 
+async def test_heads_without_end_are_refused(served: Served) -> None:
+    port = int(served.base_url.rsplit(":", 1)[1])
+    for head in (b"GET /" + b"x" * 500_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50_000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        async with asyncio.timeout(2):
+            answer = await reader.read(100)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 431")
+
+
+async def test_clients_that_send_too_slowly_are_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    served = await serve(limits=Limits(body_timeout_s=0.2))
+    port = int(served.base_url.rsplit(":", 1)[1])
+    for sent, answered in (
+        (b"GET / HT", b""),
+        (b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        async with asyncio.timeout(2):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(answered) and bool(answer) == bool(answered)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted((parse._COMMON | parse._CHAT | parse._REFUSED | {"prompt"}) - {"messages"})
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_no_json_value_breaks_the_validator(smollm2: TextModel, values: dict[str, Any]) -> None:
+    """Whatever the values are, the answer is a checked job or a KvernError that names a field."""
+    gateway = _gateway(smollm2)
+    scope = {"path": "/v1/completions", "headers": []}
+    try:
+        job = asyncio.run(parse_completion(gateway, scope, b"", {"prompt": "Hi", **values}))
+    except KvernError as error:
+        assert error.field
+        assert len(error.message) < 1000
+        return
+    for prompt in job.prompts:
+        params = prompt.params
+        assert 0 < len(prompt.token_ids) < 2048
+        assert all(0 <= token_id < 49152 for token_id in prompt.token_ids)
+        assert 1 <= params.max_tokens <= 2048 - len(prompt.token_ids)
+        assert params.min_tokens <= params.max_tokens
+        assert 0 <= params.temperature <= 100 and 0 < params.top_p <= 1 and 0 <= params.min_p <= 1
+        assert 0 <= params.top_k <= 49152
+    assert 1 <= job.routing.n <= 128
+
+
+def _gateway(model: TextModel, made: list[Gateway] = []) -> Gateway:  # noqa: B006 - built once
+    if not made:
+        client = SchedulerClient(["127.0.0.1:1"], gateway_id="x")
+        client.welcome = FakeScheduler().welcome
+        made.append(Gateway(model, client))
+    return made[0]
+
+
 async def test_unknown_fields_are_ignored_and_logged_once(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,8 +354,8 @@ async def test_detokenize_checks_ids(served: Served) -> None:
 
 
 async def test_request_ids_are_echoed_only_when_they_are_some(served: Served) -> None:
-    for given, echoed in (("trace-1", "trace-1"), ("a b", None), ("x" * 200, None)):
-        answer = await served.http.get("/version", headers={"X-Request-Id": given})
+    for sent, echoed in (("trace-1", "trace-1"), ("a b", None), ("x" * 200, None)):
+        answer = await served.http.get("/version", headers={"X-Request-Id": sent})
         assert answer.headers.get("x-request-id") == echoed
     body = {"prompt": "Hi", "max_tokens": 1}
     answer = await served.http.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-1"})
@@ -385,7 +462,5 @@ async def test_grpc_statuses(served: Served) -> None:
 
 @pytest.fixture(autouse=True)
 def unknown_fields_are_forgotten() -> Iterator[None]:
-    from kvern_gateway.http import parse
-
     parse._logged_unknown.clear()
     yield

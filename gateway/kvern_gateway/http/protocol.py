@@ -1,16 +1,21 @@
-"""uvicorn's HTTP protocol with two things more: synchronous writes, and callbacks on loss and writability.
+"""uvicorn's HTTP protocol with synchronous writes, callbacks on loss and writability, and limits on the head.
 
 A token event then costs no task switch and no ASGI message: the session's dispatcher formats it and writes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 SCOPE_KEY = "kvern.connection"
+
+MAX_HEAD_BYTES = 64 * 1024
+# For the first request line and headers after connecting.
+HEAD_TIMEOUT_S = 30.0
 
 
 class Connection(HttpToolsProtocol):
@@ -18,6 +23,9 @@ class Connection(HttpToolsProtocol):
 
     on_lost: Callable[[], object] | None = None
     on_writable: Callable[[], object] | None = None
+    _in_head = True
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
 
     @property
     def writable(self) -> bool:
@@ -28,9 +36,29 @@ class Connection(HttpToolsProtocol):
         """Adds to the body of a chunked response that has been started."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cast(dict[str, Any], cycle.scope)[SCOPE_KEY] = self
-        super()._start_asgi_task(cycle, app)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(
+                    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n"
+                )
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        cast(dict[str, Any], self.scope)[SCOPE_KEY] = self
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_head_timer()
+        super().on_headers_complete()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -39,5 +67,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._stop_head_timer()
         if self.on_lost is not None:
             self.on_lost()
+
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -55,8 +55,15 @@ class BodyTooLarge(KvernError):
         )
 
 
+class BodyTooSlow(KvernError):
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(error_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field="body", limit=limit)
+
+
 def status_of(error: KvernError) -> int:
-    return 413 if isinstance(error, BodyTooLarge) else _STATUS.get(error.code, (500, ""))[0]
+    if isinstance(error, BodyTooLarge):
+        return 413
+    return 408 if isinstance(error, BodyTooSlow) else _STATUS.get(error.code, (500, ""))[0]
 
 
 def error_object(error: KvernError) -> dict[str, Any]:
@@ -71,6 +78,15 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limits.max_body_bytes:
         raise BodyTooLarge(int(declared), limits.max_body_bytes)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read_all(receive, limits)
+    except TimeoutError:
+        limit = f"{limits.body_timeout_s:g} s"
+        raise BodyTooSlow(f"the body took longer than {limit} to arrive", limit) from None
+
+
+async def _read_all(receive: Receive, limits: Limits) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -168,7 +184,7 @@ async def send_error(scope: Scope, receive: Receive, send: Send, error: KvernErr
     if status in (429, 503):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_ms / 1000))))
     too_large = isinstance(error, BodyTooLarge)
-    if too_large:
+    if too_large or isinstance(error, BodyTooSlow):
         headers.append((b"connection", b"close"))
     data = encode_json(error_object(error))
     await send_bytes(scope, send, data, b"application/json", status, headers, complete=not too_large)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from mini_scheduler import MiniScheduler, Sequence, generate
 from scipy import stats
 
@@ -22,15 +21,16 @@ from kvern_worker.sampling import draw, sample
 from kvern_worker.sampling_state import SamplingState
 
 VOCAB = 500
+Floats = npt.NDArray[np.float32]
 Executors = Callable[[str], ModelExecutor]
 
 
-def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((rows, vocab), dtype=np.float32) * np.float32(scale)
 
 
 def choose(
-    logits: torch.Tensor, params: list[SamplingParams], tokens: list[list[int]] | None = None, prompt: int = 1
+    logits: Floats, params: list[SamplingParams], tokens: list[list[int]] | None = None, prompt: int = 1
 ) -> tuple[list[int], SamplingState]:
     """One step of ``sample`` for rows with these parameters and known tokens (``prompt`` of them prompt)."""
     state = SamplingState(len(params), logits.shape[1], (2,))
@@ -38,9 +38,9 @@ def choose(
     for slot, (one, known) in enumerate(zip(params, tokens, strict=True)):
         state.add(slot, one, np.array(known, np.int32), prompt)
     lengths = np.array([len(known) for known in tokens])
-    before = logits.clone()
+    before = logits.copy()
     sampled = sample(logits, np.arange(len(params)), lengths, state)
-    assert torch.equal(before, logits), "the raw logits are needed for log-probabilities"
+    assert np.array_equal(before, logits), "the raw logits are needed for log-probabilities"
     assert not sampled.broken.any()
     assert not sampled.empty.any()
     return sampled.token_ids.tolist(), state
@@ -138,7 +138,7 @@ def test_draws_equal_the_naive_implementation(fields: dict[str, float]) -> None:
     found, _ = choose(logits, params)
     numbers = uniform(np.arange(40, dtype=np.uint64), np.ones(40, np.int64))
     for row, token in enumerate(found):
-        support = naive_support(logits[row].double().numpy(), params[row])
+        support = naive_support(logits[row].astype(np.float64), params[row])
         assert token in support
         assert token == naive_draw(support, numbers[row])
 
@@ -150,7 +150,7 @@ def test_cuts_widen_beyond_the_first_candidates() -> None:
     found, _ = choose(logits, params)
     number = float(uniform(np.array([9], np.uint64), np.array([1]))[0])
     for row, token in enumerate(found):
-        assert token == naive_draw(naive_support(logits[row].double().numpy(), params[row]), number)
+        assert token == naive_draw(naive_support(logits[row].astype(np.float64), params[row]), number)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_sampled_distribution(fields: dict[str, float]) -> None:
     numbers = uniform(np.full(count, 77, np.uint64), np.arange(count))
     full = np.ones(count)
     tokens = draw(
-        row.expand(count, -1),
+        np.broadcast_to(row, (count, 50)),
         (full * params.temperature).astype(np.float32),
         (full * params.top_k).astype(np.int64),
         full * (params.top_p if params.HasField("top_p") else 1.0),
         full * params.min_p,
         numbers,
     )
-    support = naive_support(row[0].double().numpy(), params)
+    support = naive_support(row[0].astype(np.float64), params)
     observed = np.bincount(tokens, minlength=50)
     assert set(np.flatnonzero(observed).tolist()) <= set(support)
     expected = np.array([support[token] for token in sorted(support)]) * count
@@ -189,8 +189,8 @@ def test_penalties_equal_the_naive_implementation() -> None:
     tokens = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(20)]
     # Seen tokens among the best, so that the penalties decide.
     for row in range(20):
-        tokens[row][:4] = logits[row].topk(4).indices.tolist()
-        tokens[row][30:34] = logits[row].topk(8).indices.tolist()[4:]
+        tokens[row][:4] = np.argsort(-logits[row])[:4].tolist()
+        tokens[row][30:34] = np.argsort(-logits[row])[4:8].tolist()
     params = [
         SamplingParams(
             temperature=0.0,
@@ -202,7 +202,7 @@ def test_penalties_equal_the_naive_implementation() -> None:
     ]
     found, _ = choose(logits, params, tokens, prompt=30)
     for row, token in enumerate(found):
-        expected, one, known = logits[row].double().numpy().copy(), params[row], tokens[row]
+        expected, one, known = logits[row].astype(np.float64), params[row], tokens[row]
         for seen in set(known):
             value = expected[seen]
             expected[seen] = value / one.repetition_penalty if value > 0 else value * one.repetition_penalty
@@ -213,7 +213,7 @@ def test_penalties_equal_the_naive_implementation() -> None:
 
 def test_penalties_count_the_tokens_of_each_step() -> None:
     """A frequency penalty drives a constant model through its tokens in order of their logits."""
-    logits = torch.tensor([[5.0, 4.9, 4.8, 0.0, -9.0]])
+    logits = np.array([[5.0, 4.9, 4.8, 0.0, -9.0]], np.float32)
     state = SamplingState(1, 5, ())
     state.add(0, SamplingParams(temperature=0.0, frequency_penalty=0.15), np.array([4], np.int32), 1)
     slots, chosen = np.array([0]), []
@@ -225,8 +225,8 @@ def test_penalties_count_the_tokens_of_each_step() -> None:
 
 
 def test_bias_bad_allowed_and_min_tokens() -> None:
-    logits = torch.zeros(6, VOCAB)
-    logits[:, :10] = torch.arange(10, 0, -1)  # the arg max is 0, then 1, 2 …
+    logits = np.zeros((6, VOCAB), np.float32)
+    logits[:, :10] = np.arange(10, 0, -1)  # the arg max is 0, then 1, 2 …
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, logit_bias={0: -5.0, 7: 100.0, 3: 1.0}),
@@ -284,7 +284,7 @@ def test_bad_parameters_are_named(field: str, value: object) -> None:
 
 def test_broken_rows_are_found_and_alone() -> None:
     logits = random_logits(6, seed=8)
-    clean = logits.clone()
+    clean = logits.copy()
     logits[1, 17] = math.nan
     logits[2, 3] = math.inf
     logits[4] = -math.inf

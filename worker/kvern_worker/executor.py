@@ -86,7 +86,7 @@ class ModelExecutor:
         prepared = time.perf_counter()
         hidden, residual = self._model.forward(step, self._cache)
         last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
-        logits = self._model.logits(hidden, residual, last) if len(last) else None
+        logits = self._model.logits(hidden, residual, last).numpy() if len(last) else None
         forwarded = time.perf_counter()
         prompt = self._prompt_logprobs(rows, hidden, residual)
         self._batch.advance(rows)
@@ -148,7 +148,7 @@ class ModelExecutor:
     def _sample(
         self,
         slots: Ints,
-        logits: torch.Tensor,
+        logits: npt.NDArray[np.float32],
         reports: dict[int, worker_pb2.SlotLogprobs],
         result: worker_pb2.StepResult,
     ) -> None:
@@ -159,7 +159,7 @@ class ModelExecutor:
             for row in np.flatnonzero(bad):
                 self._fail(int(slots[row]), _sampling_error(bool(sampled.broken[row])), result)
             keep = ~bad
-            slots, token_ids, logits = slots[keep], token_ids[keep], logits[torch.from_numpy(keep)]
+            slots, token_ids, logits = slots[keep], token_ids[keep], logits[keep]
         wanted = np.flatnonzero(self._sampling.logprobs[slots] >= 0)
         if len(wanted):
             at = slots[wanted]
@@ -190,7 +190,7 @@ class ModelExecutor:
             # A slice at a time: logits of a whole chunk could take a gigabyte.
             for at in range(0, len(targets), 64):
                 part = slice(int(first_rows[row]) + at, int(first_rows[row]) + min(at + 64, len(targets)))
-                logits = self._model.logits(hidden, residual, part)
+                logits = self._model.logits(hidden, residual, part).numpy()
                 report.prompt.extend(token_logprobs(logits, targets[at : at + 64], num_top[at : at + 64]))
         return reports
 

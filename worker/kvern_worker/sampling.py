@@ -23,8 +23,8 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Candidates that a cut looks at before it sorts the whole vocabulary.
-_CANDIDATES = 256
+# Candidates that a cut looks at first, and by how much it widens where they do not reach the mass wanted.
+_CANDIDATES, _WIDEN = 256, 16
 # Rows drawn at a time, which bounds the temporaries; and tokens of a block of the cumulative distribution.
 _ROWS, _BLOCK = 16, 256
 
@@ -99,12 +99,12 @@ def draw(
     cut = np.full(rows, -np.inf, np.float32)
     bounded = min_p > 0
     cut[bounded] = np.log(min_p[bounded])
-    filtered = np.flatnonzero((top_k > 0) | (top_p < 1))
-    if len(filtered):
-        cut[filtered] = cut_off(
-            scaled[filtered], weights[filtered], top_k[filtered], top_p[filtered], cut[filtered]
-        )
-    if len(filtered) or bounded.any():
+    filtered = (top_k > 0) | (top_p < 1)
+    if filtered.any():
+        # A slice where all are meant: an array of indices would copy them.
+        part = slice(None) if filtered.all() else np.flatnonzero(filtered)
+        cut[part] = cut_off(scaled[part], weights[part], top_k[part], top_p[part], cut[part])
+    if filtered.any() or bounded.any():
         weights[:, :vocab] *= scaled >= cut[:, None]
     return _invert(weights, numbers)
 
@@ -154,7 +154,7 @@ def cut_off(scaled: Floats, weights: Floats, top_k: Ints, top_p: Doubles, floor:
         cut[pending[found]] = np.maximum(cut[pending[found]], edge[found])
         if found.all():
             return cut
-        pending, wanted, width = pending[~found], wanted[~found], vocab
+        pending, wanted, width = pending[~found], wanted[~found], min(vocab, width * _WIDEN)
         candidates = largest(scaled[pending], width)
 
 

@@ -76,7 +76,7 @@ class Gateway:
         if welcome is None:
             raise unavailable("no scheduler is connected yet; try again shortly")
         if self._facts is None or self._facts[0] is not welcome:
-            self._facts = (welcome, ModelFacts.of(welcome.model, self.text.sampling_defaults))
+            self._facts = (welcome, ModelFacts.of(welcome, self.text.sampling_defaults))
         return self._facts[1]
 
     def names(self) -> list[str]:

@@ -127,7 +127,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
         gateway.metrics.running += 1
         try:
-            await admit([generation])
+            try:
+                await admit([generation])
+            except KvernError as error:
+                error.field = _spell(error.field)
+                raise
             gateway.metrics.prompt_tokens += len(prompt_ids)
             gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
             accepted = pb.Accepted(

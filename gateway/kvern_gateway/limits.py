@@ -18,7 +18,7 @@ class Limits:
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
+    max_stop_token_ids: int = 64
     max_logit_bias: int = 1_024
     max_bad_words: int = 256
     max_messages: int = 4_096

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.rpc.errors import KvernError, invalid
-from kvern.v1 import error_pb2, model_pb2
+from kvern.v1 import error_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.limits import Limits
 
@@ -31,15 +31,19 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    # What one request may hold by default: the context, or the KV pool where that is smaller.
+    default_len: int
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: model_pb2.ModelInfo, sampling_defaults: Mapping[str, float]) -> ModelFacts:
+    def of(cls, welcome: session_pb2.Welcome, sampling_defaults: Mapping[str, float]) -> ModelFacts:
+        model = welcome.model
         return cls(
             model.name,
             model.vocab_size,
             model.max_model_len,
             frozenset(model.eos_token_ids),
+            min(model.max_model_len, welcome.kv_capacity_tokens or model.max_model_len),
             sampling_defaults,
         )
 
@@ -276,7 +280,9 @@ def _max_tokens(
 ) -> int:
     asked = fields.integer(name, 1, 2**31 - 1, None)
     if asked is None:
-        return room if default is None else min(default, room)
+        # A pool too small for the prompt itself is the scheduler's to refuse.
+        left = max(1, model.default_len - num_prompt_tokens)
+        return left if default is None else min(default, left)
     if asked > room:
         what = f"the prompt has {num_prompt_tokens} tokens and {fields.spell(name)} asks for {asked} more"
         raise context_exceeded(fields.spell(name), model, what, num_prompt_tokens + asked)

@@ -82,7 +82,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [3]}, "stop[0]", "3"),
     ({"stop": 3}, "stop", "a list"),
     ({"stop_token_ids": [49152]}, "stop_token_ids[0]", "49152"),
-    ({"stop_token_ids": [1] * 129}, "stop_token_ids", "129 entries"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "65 entries"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "-1"),
     ({"allowed_token_ids": [5], "bad_token_ids": [5]}, "bad_token_ids", "left to sample"),

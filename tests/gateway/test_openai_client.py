@@ -269,6 +269,18 @@ async def test_defaults_are_all_resolved(served: Served, client: openai.AsyncOpe
     assert first.seed != second.seed
 
 
+async def test_a_small_kv_pool_bounds_the_default_and_nothing_else(serve: Serve) -> None:
+    scheduler = FakeScheduler()
+    scheduler.welcome.kv_capacity_tokens = 64
+    served = await serve(scheduler)
+    async with served.openai() as client:
+        await client.chat.completions.create(model="test-model", messages=MESSAGES)
+        await client.chat.completions.create(model="test-model", messages=MESSAGES, max_tokens=100)
+    first, second = scheduler.submits
+    assert first.params.max_tokens == 64 - len(first.prompt_token_ids) // 4
+    assert second.params.max_tokens == 100
+
+
 async def test_token_ids_on_demand(serve: Serve, smollm2: TextModel) -> None:
     served = await serve(saying(smollm2, "one two", end=[]))
     async with served.openai() as client:

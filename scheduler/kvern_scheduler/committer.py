@@ -28,6 +28,8 @@ from kvern_scheduler.timings import Timings
 
 RENEW_S = 0.3
 RETRY_S = 0.05
+UNNAMED_RETENTION_S = 30
+"""So that a gateway whose leader died right after the last commit can still fetch the last tokens."""
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,13 @@ class Committer:
                 await asyncio.shield(self._commit(self._delta(changes)))
                 self._release(changes)
 
+    async def finish(self) -> None:
+        """Gives the lease back. ``run`` must have been cancelled: what it had not committed, nobody has seen."""
+        try:
+            await self._store.resign(self.epoch)
+        except StoreUnavailable as error:
+            log.warning("the lease runs out by itself: %s", error)
+
     async def _renew(self) -> None:
         try:
             renewed = await self._store.renew(self.epoch)
@@ -149,7 +158,7 @@ class Committer:
                     sequence.seq_no,
                     finish_to_pb(sequence.finish).SerializeToString(),
                     last=False,
-                    retain_s=self._retention_s if request.submission.resumable else 0,
+                    retain_s=self._retention_s if request.submission.resumable else UNNAMED_RETENTION_S,
                     num_choices=request.submission.n,
                 )
             )

@@ -31,7 +31,6 @@ from kvern_scheduler.timings import Timings
 
 log = logging.getLogger(__name__)
 
-ORPHAN_GRACE_S = 30.0
 TICK_S = 0.1
 
 
@@ -44,6 +43,7 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         retention_s: int = 600,
+        orphan_grace_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = cell_name
@@ -51,6 +51,7 @@ class Engine:
         self.metrics = metrics
         self.timings = Timings()
         self.retention_s = retention_s
+        self.orphan_grace_s = orphan_grace_s
         self.sessions: dict[int, Session] = {}
         self.pumps: dict[int, Callable[[], None]] = {}
         # Group → the worker instance that holds its blocks.
@@ -180,7 +181,7 @@ class Engine:
             if not sequence.request.submission.resumable:
                 self.cell.cancel(sequence, self.clock())
         if kept:
-            asyncio.get_running_loop().call_later(ORPHAN_GRACE_S, self._abort_orphans, kept)
+            asyncio.get_running_loop().call_later(self.orphan_grace_s, self._abort_orphans, kept)
         self.settle()
 
     def _abort_orphans(self, sequences: list[Sequence]) -> None:
@@ -285,9 +286,10 @@ class Engine:
             session.finished(finish_to_pb(sequence.finish, int(self._handle_of[sequence.row])))
             self._session_of[sequence.row] = -1
 
-    def _retire(self, request: Request) -> None:
-        """All choices have ended and are committed. Named requests stay readable for a while."""
-        if not request.submission.resumable:
+    def _retire(self, request: Request, *, recovered: bool = False) -> None:
+        """All choices have ended and are committed. Named requests stay readable for a while; so do those of an
+        earlier leader, whose last tokens may not have arrived."""
+        if not request.submission.resumable and not recovered:
             self.cell.forget(request)
             return
 
@@ -308,10 +310,10 @@ class Engine:
             self._committed[sequence.row] = committed.get(sequence.choice, 0)
             sequence.announced = sequence.state is State.FINISHED
         if request.num_unfinished == 0:
-            self._retire(request)
-        elif request.submission.resumable:
+            self._retire(request, recovered=True)
+        else:  # whether named or not: its gateway had no part in the leader's death
             waiting = [s for s in request.sequences if s.state is not State.FINISHED]
-            asyncio.get_running_loop().call_later(ORPHAN_GRACE_S, self._abort_orphans, waiting)
+            asyncio.get_running_loop().call_later(self.orphan_grace_s, self._abort_orphans, waiting)
 
     def _grow(self) -> None:
         """Room for every row."""

@@ -55,6 +55,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--retention-s", type=int, default=600, metavar="S", help="of finished, named requests"
     )
+    parser.add_argument(
+        "--orphan-grace-s", type=float, default=30.0, metavar="S", help="for requests whose gateway is gone"
+    )
     parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
     parser.add_argument("--metrics-port", type=int, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--log-level", default="INFO")
@@ -106,6 +109,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(args.listen)
     tasks: list[asyncio.Task[None]] = []
+    committer: Committer | None = None
     stopping = asyncio.create_task(stop.wait())
     try:
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -116,7 +120,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             return
         leadership = await leading
         metrics = Metrics()
-        engine = Engine(args.cell, limits_of(args), metrics, args.retention_s)
+        engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
         metrics.watch(engine)
         committer = Committer(
             store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
@@ -151,6 +155,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         for task in [*tasks, stopping]:
             task.cancel()
         await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        if committer is not None:
+            await committer.finish()
         await store.close()
 
 

@@ -39,6 +39,7 @@ class Session:
         self._indexes: list[U32] = []
         self._token_ids: list[npt.NDArray[np.int32]] = []
         self._num_tokens = 0
+        self._last_sent = 0.0
 
     def welcome(self, welcome: session_pb2.Welcome) -> None:
         self._message.welcome.CopyFrom(welcome)
@@ -97,6 +98,7 @@ class Session:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._last_sent = time.monotonic()
             await write(self._take())
 
     async def watch(self) -> None:
@@ -108,7 +110,8 @@ class Session:
                     "the session was not read: its buffer is full",
                     limit=MAX_BUFFERED_TOKENS,
                 )
-            self._wake.set()
+            if time.monotonic() - self._last_sent > HEARTBEAT_S * 0.9:
+                self._wake.set()
             await asyncio.sleep(HEARTBEAT_S)
         raise KvernError(
             error_pb2.ERROR_CODE_UNAVAILABLE,

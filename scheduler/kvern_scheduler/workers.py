@@ -259,5 +259,5 @@ class Worker:
         self.ready = False
         self._last_result = 0.0
         self._engine.pumps.pop(self.group.index, None)
-        self._engine.cell.lose_group(self.group, keep_blocks=True)
+        self._engine.cell.lose_group(self.group, keep_blocks=True, now=self._engine.clock())
         self._engine.settle()

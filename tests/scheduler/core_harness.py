@@ -89,7 +89,7 @@ class CoreHarness:
     def lose(self, *, keep_blocks: bool) -> None:
         """The worker is gone and comes back, with or without its blocks."""
         self.results.clear()
-        self.cell.lose_group(self.group, keep_blocks=keep_blocks)
+        self.cell.lose_group(self.group, keep_blocks=keep_blocks, now=self.now)
         if keep_blocks:
             self.executor.reset()
             self.cell.readmit_group(self.group)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvern.v1 import sampling_pb2
+from kvern_scheduler.core.cell import MAX_LOSSES
 from kvern_scheduler.core.requests import Request, State
 from kvern_worker.sim import SimConfig
 
@@ -117,7 +118,9 @@ class CoreMachine(RuleBasedStateMachine):
             i + 1 for i, t in enumerate(whole) if t in params.stop_token_ids and i + 1 >= params.min_tokens
         ]
         reason = sequence.finish.reason
-        if ends and len(got) == ends[0] and sequence.finish.stop_token_id is not None:
+        if sequence.num_losses >= MAX_LOSSES:
+            assert reason == sampling_pb2.FINISH_REASON_ERROR
+        elif ends and len(got) == ends[0] and sequence.finish.stop_token_id is not None:
             assert reason == sampling_pb2.FINISH_REASON_STOP
         elif reason == sampling_pb2.FINISH_REASON_LENGTH:
             assert len(got) == params.max_tokens and not ends

@@ -263,6 +263,25 @@ def test_a_result_that_answers_no_plan_is_refused(change: dict[str, object]) -> 
     core.run()
 
 
+def test_a_request_that_kills_workers_ends_and_one_that_gets_on_does_not() -> None:
+    core = CoreHarness(CONFIG)
+    poison = core.submit(PROMPT, 20)
+    for _ in range(8):
+        core.plan()
+        core.lose(keep_blocks=False)
+    finish = poison.sequences[0].finish
+    assert finish is not None and finish.error is not None
+    assert finish.error.code == error_pb2.ERROR_CODE_INTERNAL
+    lucky = core.submit(PROMPT, 40)
+    for _ in range(8):
+        for _ in range(5):
+            core.plan()
+            core.fold()
+        core.lose(keep_blocks=False)
+    core.run()
+    assert core.output(lucky.sequences[0]) == core.expected(lucky.sequences[0])
+
+
 def test_seeds_of_choices_are_pure_and_differ() -> None:
     assert sequence_seed(7, 0) == 7
     seeds = [sequence_seed(7, choice) for choice in range(128)]

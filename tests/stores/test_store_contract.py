@@ -78,6 +78,15 @@ async def test_commits_prolong_the_lease(store: Store) -> None:
     assert isinstance(await store.acquire("b", "addr-b"), Held)
 
 
+async def test_resigning_lets_the_next_one_in_at_once(store: Store) -> None:
+    first = await lead(store)
+    await store.resign(first.epoch)
+    second = await lead(store, "b")
+    await store.resign(first.epoch)  # over already: it must not end the successor's
+    assert isinstance(await store.acquire("c", "addr-c"), Held)
+    assert second.epoch == first.epoch + 1
+
+
 async def test_gap_dup_and_fenced_apply_nothing(store: Store) -> None:
     first = await lead(store)
     request = Delta(next_rid=2, requests=[(1, submit())])

@@ -22,7 +22,7 @@ from kvern_scheduler.core.requests import Sequence
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
-MAX_STOP_IDS = 64
+MAX_STOP_IDS = 128
 
 
 class Batch:

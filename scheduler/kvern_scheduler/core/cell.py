@@ -14,6 +14,8 @@ from kvern_scheduler.core.group import Group, Limits, finish_sequence
 from kvern_scheduler.core.requests import Request, Sequence, State, Submission
 from kvern_scheduler.core.validate import check_capacity, check_submission
 
+MAX_LOSSES = 5
+
 
 class Cell:
     """One model's requests and worker groups. Times are Unix seconds and passed in."""
@@ -69,18 +71,32 @@ class Cell:
         homeless, self._homeless = self._homeless, []
         for sequence in homeless:
             if sequence.state is State.WAITING:
-                self._route(sequence).enqueue(sequence)
+                self._place(sequence)
 
-    def lose_group(self, group: Group, *, keep_blocks: bool) -> None:
-        """The group's worker is gone: its sequences queue elsewhere, outputs kept, or wait for a group."""
+    def lose_group(self, group: Group, *, keep_blocks: bool, now: float) -> None:
+        """The group's worker is gone: its sequences queue elsewhere, outputs kept, or wait for a group. Those that
+        were computed on several lost workers without getting one token further are taken for the cause, and fail."""
         self.groups.pop(group.index, None)
+        suspects = [sequence for sequence in group.batch.sequences if sequence is not None]
         for sequence in group.lose(keep_blocks=keep_blocks):
             sequence.group = None
             self._place(sequence)
+        for sequence in suspects:
+            stuck = sequence.num_tokens == sequence.num_tokens_at_loss
+            sequence.num_losses = sequence.num_losses + 1 if stuck else 1
+            sequence.num_tokens_at_loss = sequence.num_tokens
+            if sequence.num_losses >= MAX_LOSSES:
+                error = RequestError(
+                    error_pb2.ERROR_CODE_INTERNAL,
+                    f"{MAX_LOSSES} workers in a row were lost while computing the same token of this request",
+                )
+                self._end(sequence, sampling_pb2.FINISH_REASON_ERROR, now, error)
 
     def _place(self, sequence: Sequence) -> None:
-        if self.groups:
-            self._route(sequence).enqueue(sequence)
+        """Into the queue of a group; where none has room for it even alone, it waits for one that has."""
+        group = self._route(sequence) if self.groups else None
+        if group is not None and sequence.max_len <= group.capacity_tokens:
+            group.enqueue(sequence)
         else:
             self._homeless.append(sequence)
 
@@ -90,9 +106,10 @@ class Cell:
         if len(self.groups) == 1:
             return next(iter(self.groups.values()))
 
-        def cost(group: Group) -> tuple[int, int]:
+        def cost(group: Group) -> tuple[bool, int, int]:
+            too_small = sequence.max_len > group.capacity_tokens
             cached = len(group.pool.match(sequence.hashes, len(sequence.hashes))) * group.block_size
-            return sequence.num_tokens - cached + group.load, group.index
+            return too_small, sequence.num_tokens - cached + group.load, group.index
 
         return min(self.groups.values(), key=cost)
 
@@ -101,7 +118,7 @@ class Cell:
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens that the largest pool can hold."""
-        return max((g.pool.num_blocks * g.block_size for g in self.groups.values()), default=0)
+        return max((group.capacity_tokens for group in self.groups.values()), default=0)
 
     @property
     def num_waiting(self) -> int:

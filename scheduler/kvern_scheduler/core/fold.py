@@ -111,7 +111,8 @@ def _append(
     batch.num_tokens[slots] = lengths
     stopped = batch.is_eos[tokens] & ~batch.ignore_eos[slots]
     if batch.num_with_stop_ids:
-        stopped |= (batch.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        asking = np.flatnonzero(batch.has_stop_ids[slots])
+        stopped[asking] |= (batch.stop_ids[slots[asking]] == tokens[asking, None]).any(axis=1)
     stopped &= lengths >= batch.min_len[slots]
     if slots.size:
         group.changes.tokens.append(

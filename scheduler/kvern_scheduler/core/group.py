@@ -70,6 +70,11 @@ class Group:
         self.num_prefix_hits = 0
 
     @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the pool can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    @property
     def load(self) -> int:
         """Tokens of work ahead, roughly: what waits or is being prefilled, and a few for each running sequence."""
         left = sum(int(self.batch.num_tokens[s] - self.batch.num_scheduled[s]) for s in self.prefilling)

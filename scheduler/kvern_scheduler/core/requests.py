@@ -110,8 +110,10 @@ class Sequence:
         "hashes",
         "max_len",
         "num_cached_tokens",
+        "num_losses",
         "num_preemptions",
         "num_prompt_logprobs",
+        "num_tokens_at_loss",
         "output",
         "request",
         "row",
@@ -134,6 +136,9 @@ class Sequence:
         self.max_len = request.submission.prompt.size + params.max_tokens
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        # Workers lost while computing this sequence, since it last got a token.
+        self.num_losses = 0
+        self.num_tokens_at_loss = -1
         self.attempts = 0
         # Index of the first prompt token whose log-probabilities nobody has been told.
         self.num_prompt_logprobs = 1

@@ -144,6 +144,10 @@ class Store(Protocol):
         """Prolongs the lease. False: fenced."""
         ...
 
+    async def resign(self, epoch: int) -> None:
+        """Ends the lease at once, if ``epoch`` still holds it."""
+        ...
+
     async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
         """Applies ``delta`` and prolongs the lease. Never cancel it halfway."""
         ...

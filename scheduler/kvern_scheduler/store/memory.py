@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ class MemoryStore:
         self._next_rid = 1
         self._records: dict[int, bytes] = {}
         self._finishes: dict[int, dict[int, bytes]] = {}
-        self._expires: dict[int, float] = {}
+        self._expires: list[tuple[float, int]] = []
         self._logs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
         self._index: dict[str, dict[int, tuple[int, bytes]]] = {}
@@ -58,6 +59,10 @@ class MemoryStore:
             return False
         self._expiry = self._clock() + self._lease_s
         return True
+
+    async def resign(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._expiry = 0.0
 
     async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
         return self.commit_now(epoch, step, delta, digest)
@@ -82,7 +87,7 @@ class MemoryStore:
             rid, choice = split_seq_no(finish.seq_no)
             self._finishes.setdefault(rid, {})[choice] = finish.record
             if finish.last and finish.retain_s:
-                self._expires[rid] = self._clock() + finish.retain_s
+                heapq.heappush(self._expires, (self._clock() + finish.retain_s, rid))
             elif finish.last:
                 self._drop(rid)
         if self._expires:
@@ -139,12 +144,9 @@ class MemoryStore:
             self._logs.setdefault(seq_no, bytearray()).extend(packed[4 * start : 4 * end])
 
     def _drop_expired(self) -> None:
-        """In order of expiry, which is the order of finishing: all are retained equally long."""
         now = self._clock()
-        while self._expires and next(iter(self._expires.values())) <= now:
-            rid = next(iter(self._expires))
-            del self._expires[rid]
-            self._drop(rid)
+        while self._expires and self._expires[0][0] <= now:
+            self._drop(heapq.heappop(self._expires)[1])
 
     def _drop(self, rid: int) -> None:
         self._records.pop(rid, None)

@@ -96,6 +96,9 @@ class RedisStore:
         answer = await self._function("renew", [self.keys.leader], epoch, self._lease_ms)
         return bool(answer == 1)
 
+    async def resign(self, epoch: int) -> None:
+        await self._function("renew", [self.keys.leader], epoch, 0)
+
     async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
         answer = await self._function(
             "commit", self._commit_keys, epoch, step, digest, self._lease_ms, *_pack(delta)

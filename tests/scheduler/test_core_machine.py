@@ -26,8 +26,9 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 16, 64]),
         slots=st.integers(1, 6),
         caching=st.booleans(),
+        max_preemptions=st.integers(0, 2),
     )
-    def start(self, num_blocks: int, budget: int, slots: int, caching: bool) -> None:
+    def start(self, num_blocks: int, budget: int, slots: int, caching: bool, max_preemptions: int) -> None:
         config = SimConfig(
             num_blocks=num_blocks,
             block_size=4,
@@ -37,7 +38,7 @@ class CoreMachine(RuleBasedStateMachine):
             vocab_size=29,
             strict=True,
         )
-        self.core = CoreHarness(config, enable_prefix_caching=caching, max_preemptions=2)
+        self.core = CoreHarness(config, enable_prefix_caching=caching, max_preemptions=max_preemptions)
         self.requests: list[Request] = []
 
     @rule(
@@ -120,8 +121,9 @@ class CoreMachine(RuleBasedStateMachine):
         reason = sequence.finish.reason
         if sequence.num_losses >= MAX_LOSSES:
             assert reason == sampling_pb2.FINISH_REASON_ERROR
-        elif ends and len(got) == ends[0] and sequence.finish.stop_token_id is not None:
+        elif sequence.finish.stop_token_id is not None:
             assert reason == sampling_pb2.FINISH_REASON_STOP
+            assert len(got) == ends[0] and got[-1] == sequence.finish.stop_token_id
         elif reason == sampling_pb2.FINISH_REASON_LENGTH:
             assert len(got) == params.max_tokens and not ends
         else:  # cancelled before its natural end

@@ -173,14 +173,9 @@ class Gateway:
 
 
 async def admit(generations: Sequence[Generation]) -> None:
-    """Waits until all are admitted; when one is refused the others are cancelled and its error raised."""
-    try:
-        for generation in generations:
-            await generation.admitted
-    except BaseException:
-        for generation in generations:
-            generation.cancel()
-        raise
+    """Waits until all are admitted. Raises the error of one that is refused; the others are the caller's to cancel."""
+    for generation in generations:
+        await generation.admitted
 
 
 def mint_id(prefix: str) -> str:

@@ -425,6 +425,8 @@ class SchedulerClient:
                 generation = self._generations.get(admitted.handle)
                 if generation is not None and not generation.admitted.done():
                     generation.admitted.set_result(None)
+                    if generation.submit.resumable:
+                        self._supersede(generation)
         if response.refused:
             for refused in response.refused:
                 self._refused(refused)
@@ -472,6 +474,16 @@ class SchedulerClient:
                 except Exception:
                     log.exception("a request's output could not be processed")
                     self._break(choice.generation)
+
+    def _supersede(self, newest: Generation) -> None:
+        """The scheduler sends a request's events to whoever asked last; the call before gets no more of them."""
+        for generation in list(self._generations.values()):
+            same_id = generation.submit.request_id == newest.submit.request_id
+            if same_id and generation is not newest and generation.admitted.done():
+                message = "another call with the same request id has taken this one over"
+                self._fail(
+                    generation, KvernError(error_pb2.ERROR_CODE_CANCELLED, message, field="request_id")
+                )
 
     def _break(self, generation: Generation) -> None:
         open_choices = [choice for choice in generation.choices if not choice.done]

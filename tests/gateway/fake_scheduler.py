@@ -78,6 +78,8 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.cancels: list[session_pb2.CancelHandle] = []
         self.attaches: list[session_pb2.Attach] = []
         self.refuse: KvernError | None = None
+        # Every choice ends with this error instead of by length.
+        self.ends_with: KvernError | None = None
         self.model_loaded = asyncio.Event()
         self.model_loaded.set()
         self.paused = asyncio.Event()
@@ -238,6 +240,9 @@ class _Session:
         output, params = request.outputs[choice], request.submit.params
         finished = session_pb2.Finished(handle=handle, num_output_tokens=len(output), num_cached_tokens=16)
         finished.reason = sampling_pb2.FINISH_REASON_LENGTH
+        if self.scheduler.ends_with is not None:
+            finished.reason = sampling_pb2.FINISH_REASON_ERROR
+            finished.error.CopyFrom(self.scheduler.ends_with.to_pb())
         if output and output[-1] in (*self.scheduler.welcome.model.eos_token_ids, *params.stop_token_ids):
             finished.reason = sampling_pb2.FINISH_REASON_STOP
             if output[-1] in params.stop_token_ids:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvern.rpc.errors import KvernError, error_from_rpc
 from kvern.v1 import error_pb2, generation_pb2, generation_pb2_grpc, sampling_pb2
 from kvern_gateway.gateway import Gateway
-from kvern_gateway.http import parse, protocol
+from kvern_gateway.http import fields, parse, protocol
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.limits import Limits
 from kvern_gateway.scheduler_client import SchedulerClient
@@ -295,7 +295,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = sorted((parse._COMMON | parse._CHAT | parse._REFUSED | {"prompt"}) - {"messages"})
+FIELDS = sorted((fields.COMMON | fields.CHAT | fields.REFUSED | {"prompt"}) - {"messages"})
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

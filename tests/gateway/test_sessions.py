@@ -6,13 +6,15 @@ import asyncio
 import socket
 
 import httpx
+import openai
 import pytest
 from gateway.conftest import Serve, Served
 from gateway.fake_scheduler import FakeScheduler, until
 
 from kvern.rpc.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32
-from kvern.v1 import error_pb2, session_pb2
+from kvern.v1 import error_pb2, generation_pb2, sampling_pb2, session_pb2
+from kvern.v1.generation_pb2_grpc import GenerationServiceStub
 from kvern_gateway import scheduler_client
 from kvern_gateway.scheduler_client import Choice, SchedulerClient, SessionLost
 from kvern_gateway.text.tokenizer import TextModel
@@ -206,6 +208,39 @@ async def test_a_stopped_choice_stays_stopped_over_a_lost_session(serve: Serve) 
     before = len(recorder.tokens)
     await until(lambda: len(recorder.tokens) > before + 5)
     generation.cancel()
+
+
+async def test_the_newest_call_of_a_named_request_takes_it_over(serve: Serve) -> None:
+    served = await serve(FakeScheduler(step_s=0.005))
+    body = {"prompt": "x", "max_tokens": 100, "request_id": "mine"}
+    first = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await until(lambda: served.scheduler.requests and served.scheduler.requests["mine"].sent[0] > 5)
+    # Another body is refused, and the call that is open goes on.
+    other = await served.http.post("/v1/completions", json=body | {"prompt": "y"})
+    assert other.status_code == 409 and not first.done()
+    second = await served.http.post("/v1/completions", json=body)
+    assert second.json()["usage"]["completion_tokens"] == 100
+    assert (await first).status_code == 499
+    assert "taken this one over" in (await first).json()["error"]["message"]
+    assert served.gateway.client.num_open == 0
+
+
+async def test_an_error_after_acceptance_belongs_to_its_request(serve: Serve) -> None:
+    served = await serve()
+    served.scheduler.ends_with = KvernError(error_pb2.ERROR_CODE_NUMERICAL, "the logits are NaN")
+    answer = await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "numerical"
+    async with served.openai() as client:
+        stream = await client.completions.create(model="test-model", prompt="x", max_tokens=2, stream=True)
+        with pytest.raises(openai.APIError, match="the logits are NaN"):
+            async for _ in stream:
+                pass
+    stub = GenerationServiceStub(served.channel)
+    request = generation_pb2.GenerateRequest(prompt="x", sampling={"max_tokens": 2})
+    responses = [response async for response in stub.Generate(request)]
+    assert responses[-1].finished.reason == sampling_pb2.FINISH_REASON_ERROR
+    assert responses[-1].finished.error.code == error_pb2.ERROR_CODE_NUMERICAL
 
 
 # Without a server: the dispatcher alone.

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
-from kvern_gateway.gateway import Gateway, Identity, admit
+from kvern_gateway.gateway import Gateway, admit
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import SCOPE_KEY, Connection
 from kvern_gateway.http.results import Collector
@@ -96,9 +97,12 @@ class GenerateRoute:
             collector = Collector(gateway, job, generations, clock, ended.set)
             collector.start()
             await ended.wait()
-        except BaseException:
-            self._abandon(job, generations)
+        except asyncio.CancelledError:
+            open_choices = sum(not choice.done for g in generations for choice in g.choices)
+            gateway.metrics.finished["abort"] += open_choices
             raise
+        finally:
+            self._abandon(job, generations)
         if collector.error is not None:
             raise collector.error
         await send_json(scope, send, collector.result())
@@ -109,14 +113,7 @@ class GenerateRoute:
             for index, prompt in enumerate(job.prompts):
                 identity = job.identity
                 if len(job.prompts) > 1:
-                    identity = Identity(
-                        f"{identity.request_id}-{index}",
-                        identity.resumable,
-                        identity.body_digest,
-                        identity.tenant,
-                        identity.deadline_unix_ms,
-                        identity.traceparent,
-                    )
+                    identity = replace(identity, request_id=f"{identity.request_id}-{index}")
                 generations.append(
                     self._gateway.submit(prompt.token_ids, prompt.params, identity, job.routing)
                 )
@@ -135,10 +132,10 @@ class GenerateRoute:
             metrics.request_max_tokens.observe(prompt.params.max_tokens)
 
     def _abandon(self, job: Job, generations: Sequence[Generation]) -> None:
-        open_choices = sum(not choice.done for generation in generations for choice in generation.choices)
-        finished = self._gateway.metrics.finished
-        finished["abort"] = finished.get("abort", 0) + open_choices
+        """What is still open after the answer, or instead of it."""
         for generation in generations:
+            if not generation.open:
+                continue
             if job.identity.resumable and generation.admitted.done():
                 generation.orphan(ORPHAN_GRACE_S)
             else:

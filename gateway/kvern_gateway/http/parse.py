@@ -15,6 +15,7 @@ from typing import Any
 from kvern.rpc.errors import invalid
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
+from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED
 from kvern_gateway.http.wire import Scope, body_digest, header
 from kvern_gateway.output import TextOptions
 from kvern_gateway.validation import (
@@ -29,109 +30,6 @@ from kvern_gateway.validation import (
 
 log = logging.getLogger(__name__)
 
-# Fields whose only acceptable values are "off": null, false, empty.
-_REFUSED = frozenset(
-    [
-        "audio",
-        "documents",
-        "early_stopping",
-        "function_call",
-        "functions",
-        "guided_choice",
-        "guided_decoding_backend",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "guided_whitespace_pattern",
-        "images",
-        "kv_transfer_params",
-        "logits_processors",
-        "logprob_token_ids",
-        "modalities_config",
-        "prediction",
-        "prompt_embeds",
-        "reasoning",
-        "repetition_detection",
-        "structured_outputs",
-        "suffix",
-        "thinking_token_budget",
-        "tools",
-        "use_beam_search",
-        "vllm_xargs",
-        "web_search_options",
-        "chat_template",
-    ]
-)
-_COMMON = frozenset(
-    [
-        "model",
-        "n",
-        "stream",
-        "stream_options",
-        "stop",
-        "seed",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "max_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_token_ids",
-        "bad_words",
-        "cache_salt",
-        "priority",
-        "request_id",
-        "truncate_prompt_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "add_special_tokens",
-        "best_of",
-        "response_format",
-        "echo",
-    ]
-)
-_CHAT = frozenset(
-    [
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-        "tool_choice",
-        "modalities",
-        "reasoning_effort",
-    ]
-)
-# They change nothing that Kvern does, and clients send them by habit.
-_IGNORED = frozenset(
-    [
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-        "include_reasoning",
-        "length_penalty",
-        "mm_processor_kwargs",
-        "media_io_kwargs",
-    ]
-)
 # OpenAI's default for completions; a chat may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
 _logged_unknown: set[str] = set()
@@ -187,11 +85,11 @@ class ParsedPrompt:
 def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
     """Refuses what can't be honoured, whatever its value type."""
     check_model(values.get("model"), gateway.names())
-    known = _COMMON | (_CHAT if chat else {"prompt"})
+    known = COMMON | (CHAT if chat else {"prompt"})
     for name, value in values.items():
-        if name in known or name in _IGNORED:
+        if name in known or name in IGNORED:
             continue
-        if name in _REFUSED:
+        if name in REFUSED:
             if value is not None and value is not False and value != [] and value != {} and value != "":
                 raise unimplemented(name)
         elif name not in _logged_unknown and len(_logged_unknown) < _MAX_LOGGED_UNKNOWN:
@@ -207,8 +105,6 @@ def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
         if kind != "text":
             message = f"response_format of type {render(kind)} is not supported; only 'text' is"
             raise unimplemented("response_format", message)
-    if not fields.boolean("spaces_between_special_tokens", True):
-        log.debug("spaces_between_special_tokens has no effect on this tokenizer")
     if chat:
         if fields.get("echo"):
             raise unimplemented("echo", "echo is for /v1/completions")

@@ -24,12 +24,12 @@ if found := shutil.which("redis-server"):
 class StoreServer:
     """A private server on a unix socket, append-only file on."""
 
-    def __init__(self, binary: str, folder: Path) -> None:
+    def __init__(self, binary: str, folder: Path, appendfsync: str = "always") -> None:
         self.socket = folder / "store.sock"
         self.url = f"unix://{self.socket}"
         self._command = [
             binary, "--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder),
-            "--save", "", "--appendonly", "yes", "--appendfsync", "always", "--logfile", str(folder / "log"),
+            "--save", "", "--appendonly", "yes", "--appendfsync", appendfsync, "--logfile", str(folder / "log"),
         ]  # fmt: skip
         self.start()
 

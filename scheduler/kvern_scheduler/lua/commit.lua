@@ -3,7 +3,7 @@
 -- ARGV  1 epoch, 2 step, 3 digest, 4 lease in ms, 5 next request number
 --       6 sequence numbers (uint64, request * 128 + choice), 7 tokens of each (uint32), 8 the tokens (int32), joined
 --       then lists, each after its length: requests (number, record); ends (number, choice, record, choices if the
---       last or 0, seconds to retain); index entries (instance, blocks, generations, hashes); gone instances
+--       last or 0, seconds to retain); gone instances; index entries (instance, blocks, generations, hashes)
 -- Gives 1 OK, 2 DUP, -1 GAP, -2 FENCED
 redis.register_function('kvern_commit' .. VERSION, function(keys, args)
   local leader, live, finished, instances = keys[1], keys[2], keys[3], keys[4]
@@ -58,6 +58,13 @@ redis.register_function('kvern_commit' .. VERSION, function(keys, args)
     redis.call('ZADD', finished, now + 1000 * tonumber(retain), rid)
   end)
 
+  each(1, function(instance)
+    for bucket = 0, tonumber(redis.call('HGET', instances, instance) or -1) do
+      redis.call('UNLINK', index_key .. instance .. ':' .. bucket)
+    end
+    redis.call('HDEL', instances, instance)
+  end)
+
   each(4, function(instance, blocks, generations, hashes)
     local highest = tonumber(redis.call('HGET', instances, instance) or -1)
     local reached = highest
@@ -69,13 +76,6 @@ redis.register_function('kvern_commit' .. VERSION, function(keys, args)
         string.sub(generations, 4 * i + 1, 4 * i + 4) .. string.sub(hashes, 32 * i + 1, 32 * i + 32))
     end
     if reached > highest then redis.call('HSET', instances, instance, reached) end
-  end)
-
-  each(1, function(instance)
-    for bucket = 0, tonumber(redis.call('HGET', instances, instance) or -1) do
-      redis.call('UNLINK', index_key .. instance .. ':' .. bucket)
-    end
-    redis.call('HDEL', instances, instance)
   end)
   return 1
 end)

@@ -40,7 +40,7 @@ class MemoryStore:
         self._next_rid = 1
         self._records: dict[int, bytes] = {}
         self._finishes: dict[int, dict[int, bytes]] = {}
-        self._expires: list[tuple[float, int]] = []
+        self._expires: list[tuple[float, int, int]] = []
         self._logs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
         self._index: dict[str, dict[int, tuple[int, bytes]]] = {}
@@ -87,9 +87,9 @@ class MemoryStore:
             rid, choice = split_seq_no(finish.seq_no)
             self._finishes.setdefault(rid, {})[choice] = finish.record
             if finish.last and finish.retain_s:
-                heapq.heappush(self._expires, (self._clock() + finish.retain_s, rid))
+                heapq.heappush(self._expires, (self._clock() + finish.retain_s, rid, finish.num_choices))
             elif finish.last:
-                self._drop(rid)
+                self._drop(rid, finish.num_choices)
         if self._expires:
             self._drop_expired()
         for instance in delta.dropped:
@@ -146,9 +146,10 @@ class MemoryStore:
     def _drop_expired(self) -> None:
         now = self._clock()
         while self._expires and self._expires[0][0] <= now:
-            self._drop(heapq.heappop(self._expires)[1])
+            self._drop(*heapq.heappop(self._expires)[1:])
 
-    def _drop(self, rid: int) -> None:
+    def _drop(self, rid: int, num_choices: int) -> None:
         self._records.pop(rid, None)
-        for choice in self._finishes.pop(rid, {}):
+        self._finishes.pop(rid, None)
+        for choice in range(num_choices):
             self._logs.pop(rid << CHOICE_BITS | choice, None)

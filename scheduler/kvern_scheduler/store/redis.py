@@ -221,6 +221,7 @@ def _pack(delta: Delta) -> list[Any]:
     for finish in delta.finished:
         rid, choice = split_seq_no(finish.seq_no)
         arguments += (rid, choice, finish.record, finish.num_choices if finish.last else 0, finish.retain_s)
+    arguments += (len(delta.dropped), *delta.dropped)
     arguments.append(len(delta.indexed))
     for entries in delta.indexed:
         arguments += (
@@ -229,8 +230,6 @@ def _pack(delta: Delta) -> list[Any]:
             entries.generations.tobytes(),
             entries.hashes,
         )
-    arguments.append(len(delta.dropped))
-    arguments += delta.dropped
     return arguments
 
 

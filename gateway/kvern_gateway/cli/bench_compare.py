@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,11 +21,9 @@ def run(options: ServeOptions, model: str | None, dtype: str) -> dict[str, Any]:
 
     Loading and one warm-up request are not timed. Raises ValueError where the model cannot be loaded.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
     path, name = resolve_model(model)
     loaded = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=getattr(torch, dtype)).eval()
@@ -88,7 +87,15 @@ def run(options: ServeOptions, model: str | None, dtype: str) -> dict[str, Any]:
 
 def _source(path: Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        from transformers import GgufConfig
+
+        # Plain dense weights of the asked type, which are what it computes fastest with.
+        dense = GgufConfig(dequantize=True)
+        return {
+            "pretrained_model_name_or_path": str(path.parent),
+            "gguf_file": path.name,
+            "quantization_config": dense,
+        }
     return {"pretrained_model_name_or_path": str(path)}
 
 

@@ -195,7 +195,7 @@ def bench_serve(
     compare_model: Annotated[
         str | None, typer.Option(help="Weights for --compare [default: SmolLM2]")
     ] = None,
-    compare_dtype: Annotated[str, typer.Option(help="Data type for --compare")] = "float32",
+    compare_dtype: Annotated[str, typer.Option(help="Data type for --compare")] = "bfloat16",
 ) -> None:
     """Load an OpenAI-compatible server and report latencies and throughput (flags and keys of vLLM's bench serve)."""
     import json

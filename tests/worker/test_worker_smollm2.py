@@ -6,16 +6,20 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import Progress, load_executor
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from mini_scheduler import MiniScheduler, Sequence, generate, greedy
 from test_worker_parity import assert_greedy
 
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.loading import LoadOptions, load
 from kvern_worker.weights.checkpoint import bundled_model
+from kvern_worker.weights.gguf_file import GgufFile
 
 GGUF = bundled_model()
 VOCAB = 49_152
@@ -27,10 +31,7 @@ RED_BLUE_GREEN = [33, 30, 3950, 198, 34, 30, 10062, 198, 35, 30, 4910, 2]
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """transformers' Llama in float32 with the file's weights, by way of gguf's reader and dequantisation only."""
-    import numpy as np
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+    """transformers' Llama in float32, its weights dequantised by the gguf package."""
 
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -43,8 +44,12 @@ def oracle() -> Any:
              "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_output": "self_attn.o_proj",
              "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}  # fmt: skip
     weights = {}
-    for tensor in GGUFReader(GGUF).tensors:
-        value = dequantize(tensor.data, tensor.tensor_type)
+    assert GGUF is not None
+    file = GgufFile(GGUF)  # gguf's own reader takes several seconds for the vocabulary
+    for tensor in file.tensors.values():
+        kind = GGMLQuantizationType(tensor.type_number)
+        raw = file.raw(tensor).reshape(tensor.shape[0], -1)
+        value = dequantize(raw, kind) if kind != GGMLQuantizationType.F32 else raw.view(np.float32)[:, 0]
         match = re.match(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
         if not match:
             name = {"token_embd.weight": "model.embed_tokens", "output_norm.weight": "model.norm"}[
@@ -107,6 +112,15 @@ def test_bfloat16_answers_the_known_question() -> None:
     assert list(executor.describe().model.eos_token_ids) == [2]
     assert progress.loaded_bytes == progress.total_bytes > 90_000_000
     assert generate(executor, [COLORS], 12) == [RED_BLUE_GREEN]
+
+
+def test_quantized_weights_give_the_tokens_of_float32_ones(smollm2: ModelExecutor, oracle: Any) -> None:
+    quantized = load_executor(
+        str(GGUF), kv_cache_memory_bytes=256 * 2**20, max_model_len=1024, keep_quantized=True
+    )
+    prompts = prompts_of(3)
+    for prompt, output in zip(prompts, generate(quantized, prompts, 12), strict=True):
+        assert_greedy(oracle, prompt, output)
 
 
 @pytest.mark.slow

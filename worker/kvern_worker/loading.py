@@ -26,6 +26,10 @@ from kvern_worker.weights.loader import WeightLoader
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# GGUF weights become --dtype up to this size: that computes prompts and large batches several times faster.
+# Beyond it, memory and single streams matter more, and they stay quantized.
+_CONVERT_UP_TO = 2 * GIB
+
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +56,7 @@ class LoadOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     threads: int | None = None
+    keep_quantized: bool | None = None
 
 
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
@@ -63,9 +68,12 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         progress.start(checkpoint.source.total_bytes)
     config, dtype = checkpoint.config, DTYPES[dtype_name]
     size = _size(options, checkpoint, dtype)
+    keep_quantized = options.keep_quantized
+    if keep_quantized is None:
+        keep_quantized = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
-        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads)
+        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
         model = LlamaModel(config, loader, cos_sin_table(config.rope, config.head_dim, size.max_model_len))
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes

@@ -39,6 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=256, help="sequences in the batch")
     add("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
     add("--threads", type=int, help="compute threads (default: physical cores)")
+    add(
+        "--keep-quantized",
+        action=argparse.BooleanOptionalAction,
+        help="multiply by GGUF weights as they are (less memory, faster single streams) instead of "
+        "converting them to --dtype (faster prompts and large batches; default up to 2 GiB)",
+    )
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
@@ -78,6 +84,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         raise unsupported(
             f"--device {args.device} is not supported; use cpu or sim", field="device", value=args.device
         )
+    max_model_len = parse_length(args.max_model_len)
     from kvern_worker.loading import LoadOptions, load
     from kvern_worker.weights.checkpoint import bundled_model
 
@@ -91,13 +98,14 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         served_model_name=args.served_model_name,
         load_format=args.load_format,
         dtype=args.dtype,
-        max_model_len=parse_length(args.max_model_len),
+        max_model_len=max_model_len,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         threads=args.threads,
+        keep_quantized=args.keep_quantized,
     )
     return load(options, progress)
 
@@ -117,3 +125,7 @@ def _simulated(args: argparse.Namespace) -> Executor:
         step_us=args.sim_step_us,
     )
     return SimExecutor(config)
+
+
+if __name__ == "__main__":
+    main()

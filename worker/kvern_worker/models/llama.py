@@ -89,7 +89,7 @@ class LlamaModel:
         self.layers = loader.map(lambda index: LlamaLayer(config, index, loader), config.num_layers)
         self.norm = loader.tensor("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self.head = loader.pack(self.embedding)
+            self.head = loader.head("model.embed_tokens.weight", self.embedding)
             loader.finish("lm_head.weight")
         else:
             self.head = loader.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)

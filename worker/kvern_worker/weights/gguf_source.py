@@ -78,15 +78,22 @@ class GgufSource(TensorSource):
         )
 
     def read_into(self, name: str, out: Tensor) -> None:
+        dequantize_into(self._raw(name).view(-1), self._tensors[name].type_name, out)
+
+    def blocks(self, name: str) -> tuple[Tensor, str] | None:
         tensor = self._tensors[name]
-        raw = self._file.raw(tensor)
+        return (self._raw(name), tensor.type_name) if tensor.type_name.startswith("Q") else None
+
+    def _raw(self, name: str) -> Tensor:
+        """The tensor's bytes, uint8 [rows, bytes of a row], in Hugging Face's order of rows."""
+        tensor = self._tensors[name]
+        raw = self._file.raw(tensor).reshape(tensor.shape[0], -1)
         if heads := self._heads.get(name.split(".")[-2]):
-            rows = raw.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
-            raw = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+            pairs = raw.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
+            raw = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(raw.shape)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the mapped file is read-only; it is only read
-            blocks = torch.from_numpy(raw)
-        dequantize_into(blocks, tensor.type_name, out)
+            return torch.from_numpy(raw)
 
 
 def parse_gguf_config(file: GgufFile) -> ModelConfig:

@@ -16,6 +16,9 @@ from kvern_worker.weights.source import TensorSource
 
 T = TypeVar("T")
 
+# Quantized formats that kernels.linear multiplies by as they are.
+PACKED_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+
 # Buffers that some checkpoints carry and no one needs.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 
@@ -28,12 +31,18 @@ class WeightLoader:
     """
 
     def __init__(
-        self, source: TensorSource, dtype: torch.dtype, on_bytes: Callable[[int], None], threads: int = 1
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        on_bytes: Callable[[int], None],
+        threads: int = 1,
+        keep_quantized: bool = False,
     ) -> None:
         self._source = source
         self._dtype = dtype
         self._on_bytes = on_bytes
         self._threads = threads
+        self._keep_quantized = keep_quantized
         self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
@@ -54,16 +63,39 @@ class WeightLoader:
     def linear(
         self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
     ) -> kernels.PackedLinear:
-        """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed."""
+        """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed.
+
+        With ``keep_quantized``, quantized weights stay so where the kernels can multiply by them as they are.
+        """
+        packed_bias = None
+        if bias:
+            packed_bias = torch.empty(sum(sizes), dtype=self._dtype)
+            for prefix, rows in zip(prefixes, packed_bias.split(list(sizes)), strict=True):
+                self._fill(f"{prefix}.bias", rows)
+        names = [f"{prefix}.weight" for prefix in prefixes]
+        for name, size in zip(names, sizes, strict=True):
+            self._check(name, (size, in_size))
+        blocks = [self._source.blocks(name) for name in names] if self._keep_quantized else []
+        kinds = {part[1] if part is not None else "" for part in blocks}
+        if len(kinds) == 1 and (kind := kinds.pop()) in PACKED_KINDS:
+            packed = kernels.pack_gguf(torch.cat([part[0] for part in blocks if part]), kind, packed_bias)
+            for name, size in zip(names, sizes, strict=True):
+                self._done(name, size * in_size)
+            self._count(num_bytes=packed.num_bytes)
+            return packed
         weight = torch.empty(sum(sizes), in_size, dtype=self._dtype)
-        packed_bias = torch.empty(sum(sizes), dtype=self._dtype) if bias else None
-        start = 0
-        for prefix, size in zip(prefixes, sizes, strict=True):
-            self._fill(f"{prefix}.weight", weight[start : start + size])
-            if packed_bias is not None:
-                self._fill(f"{prefix}.bias", packed_bias[start : start + size])
-            start += size
+        for name, rows in zip(names, weight.split(list(sizes)), strict=True):
+            self._fill(name, rows)
         return self.pack(weight, packed_bias)
+
+    def head(self, name: str, weight: Tensor) -> kernels.PackedLinear:
+        """The output layer that shares ``weight`` [vocab, hidden] with the embedding ``name``."""
+        blocks = self._source.blocks(name) if self._keep_quantized else None
+        if blocks is None or blocks[1] not in PACKED_KINDS:
+            return self.pack(weight)
+        packed = kernels.pack_gguf(*blocks)
+        self._count(num_bytes=packed.num_bytes)
+        return packed
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
         packed = kernels.pack_linear(weight, bias)
@@ -87,22 +119,30 @@ class WeightLoader:
             )
 
     def _fill(self, name: str, out: Tensor) -> None:
+        self._check(name, tuple(out.shape))
+        self._source.read_into(name, out)
+        self._done(name, out.numel())
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self._source.has(name):
             files = ", ".join(file.name for file in self._source.files)
-            raise invalid("model", f"tensor {name} {list(out.shape)} is missing in {files}", value=name)
+            raise invalid("model", f"tensor {name} {list(shape)} is missing in {files}", value=name)
         info = self._source.infos.get(name)
-        if info is not None and info.shape != tuple(out.shape):
+        if info is not None and info.shape != shape:
             raise invalid(
                 "model",
                 f"tensor {name} in {info.file} has shape {list(info.shape)}, the configuration wants "
-                f"{list(out.shape)}",
+                f"{list(shape)}",
                 value=list(info.shape),
-                limit=list(out.shape),
+                limit=list(shape),
             )
-        self._source.read_into(name, out)
+
+    def _done(self, name: str, num_parameters: int) -> None:
+        """``name`` is read."""
+        info = self._source.infos.get(name)
         self._used.add(name)
-        self._count(num_parameters=out.numel())
-        self._on_bytes(info.num_bytes if info is not None else out.nbytes)
+        self._count(num_parameters=num_parameters)
+        self._on_bytes(info.num_bytes if info is not None else num_parameters * self._dtype.itemsize)
 
     def _count(self, num_bytes: int = 0, num_parameters: int = 0) -> None:
         with self._lock:

@@ -30,6 +30,10 @@ class TensorSource(ABC):
     def read_into(self, name: str, out: Tensor) -> None:
         """Writes the tensor into ``out`` (of the shape in ``infos``), converted to its dtype."""
 
+    def blocks(self, name: str) -> tuple[Tensor, str] | None:
+        """The tensor as it is quantized, uint8 [rows, bytes of a row], and its ggml type; None where it is not."""
+        return None
+
     def has(self, name: str) -> bool:
         return name in self.infos
 

@@ -35,6 +35,8 @@ POLL_S = 0.25
 STEP_TIMEOUT_S = 120.0
 
 log = logging.getLogger(__name__)
+# What reading or writing a call that is over raises.
+CALL_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
@@ -75,6 +77,8 @@ class Worker:
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE or self.ready:
                         log.warning("worker %s lost: %s %s", self.address, error.code().name, error.details())
+                except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+                    log.warning("worker %s lost: %r", self.address, error)
                 except RequestError as error:
                     log.error("worker %s refused: %s", self.address, error.message)
                     await asyncio.sleep(2.0)
@@ -209,7 +213,7 @@ class Worker:
 
     async def _pump(self, plan: Plan) -> None:
         # The reader sees the same failure and reports it.
-        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
+        with contextlib.suppress(*CALL_ERRORS, asyncio.CancelledError):
             await self._send_plans(plan)
 
     async def _send_plans(self, plan: Plan | None) -> None:
@@ -246,7 +250,7 @@ class Worker:
                 try:
                     self._last_sent = now
                     await self._call.write(worker_pb2.ExecuteRequest())
-                except (grpc.aio.BaseError, asyncio.InvalidStateError):
+                except CALL_ERRORS:
                     return
                 finally:
                     self._writing = False

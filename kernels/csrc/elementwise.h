@@ -1,8 +1,6 @@
 // Norms, rotary embedding with the store into the cache, and gated activations: one row at a time.
 #pragma once
 
-#include <omp.h>
-
 #include "abi.h"
 #include "simd.h"
 
@@ -30,6 +28,16 @@ INLINE void typed(kvern::Type type, const void* p, F f) {
     case kvern::BF16: return f((const bf16*)p);
     case kvern::F16: return f((const f16*)p);
   }
+}
+
+// f(row) for each row, rows of about `elements` each, by as many threads as that is worth.
+template <class F>
+INLINE void by_rows(int threads, int64_t rows, int64_t elements, F f) {
+  int64_t chunk = elements > 0 ? 1 + PARALLEL_ELEMENTS / 4 / elements : rows;
+  kvern::parallel(rows * elements > PARALLEL_ELEMENTS ? threads : 1, (rows + chunk - 1) / chunk, [&](int64_t task, int) {
+    int64_t end = (task + 1) * chunk < rows ? (task + 1) * chunk : rows;
+    for (int64_t r = task * chunk; r < end; ++r) f(r);
+  });
 }
 
 // f(offset, count) for each 16 elements of a row, the last maybe fewer.
@@ -79,11 +87,10 @@ static void norm(const kvern::Norm& a) {
     using X = plain<decltype(*x)>;
     typed(a.weight_type, a.weight, [&](auto* weight) {
       const X* residual = (const X*)a.residual.data;
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.dim > PARALLEL_ELEMENTS)
-      for (int64_t r = 0; r < a.rows; ++r) {
+      by_rows(a.threads, a.rows, a.dim, [&](int64_t r) {
         norm_row(x + r * a.x.row, residual ? residual + r * a.residual.row : nullptr,
                  residual ? (X*)a.total + r * a.dim : nullptr, weight, (X*)a.out + r * a.dim, a.dim, a.eps);
-      }
+      });
     });
   });
 }
@@ -146,8 +153,7 @@ INLINE void store_head(const float* x, void* cache, const int64_t* strides, cons
 
 static void rope_and_store(const kvern::Rope& a) {
   const int64_t dim = a.cache.dim, heads = a.cache.heads;
-#pragma omp parallel for num_threads(a.threads) if (a.tokens * a.query_heads * dim > PARALLEL_ELEMENTS)
-  for (int64_t t = 0; t < a.tokens; ++t) {
+  by_rows(a.threads, a.tokens, a.query_heads * dim, [&](int64_t t) {
     alignas(64) float x[MAX_HEAD];
     int64_t position = a.positions_64 ? ((const int64_t*)a.positions)[t] : ((const int32_t*)a.positions)[t];
     const float* cos_sin = a.cos_sin + position * a.rotary;
@@ -162,7 +168,7 @@ static void rope_and_store(const kvern::Rope& a) {
       });
     }
     int64_t slot = a.slots[t];
-    if (slot < 0) continue;
+    if (slot < 0) return;
     for (int64_t h = 0; h < heads; ++h) {
       load_head(a.k, t, h, x, dim);
       norm_head(x, a, a.k_norm);
@@ -171,7 +177,7 @@ static void rope_and_store(const kvern::Rope& a) {
       load_head(a.v, t, h, x, dim);
       store_head(x, a.cache.values, a.cache.value_strides, a.cache, slot, h);
     }
-  }
+  });
 }
 
 INLINE V16 silu(V16 x) { return x / (set1(1.0f) + exp(zero() - x)); }
@@ -184,15 +190,14 @@ INLINE V16 gelu_tanh(V16 x) {
 static void gate(const kvern::Gate& a) {
   typed(a.x.type, a.x.data, [&](auto* x) {
     using X = plain<decltype(*x)>;
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.inner > PARALLEL_ELEMENTS / 4)
-    for (int64_t r = 0; r < a.rows; ++r) {
+    by_rows(a.threads, a.rows, 4 * a.inner, [&](int64_t r) {
       const X *gates = x + r * a.x.row, *ups = gates + a.inner;
       X* out = (X*)a.out + r * a.inner;
       by_lanes(a.inner, [&](int64_t i, int count) {
         V16 g = get(gates + i, count);
         put(out + i, (a.gelu ? gelu_tanh(g) : silu(g)) * get(ups + i, count), count);
       });
-    }
+    });
   });
 }
 

@@ -130,11 +130,10 @@ EXPORT const char* kvern_variant() { return current->name; }
 EXPORT void kvern_use_variant(int i) { current = variants[i]; }
 
 // weight [n, k] contiguous of `type` F32 or BF16 → panels (see Linear).
-EXPORT void kvern_pack(const void* weight, int type, void* panels, int64_t n, int64_t k) {
+EXPORT void kvern_pack(int threads, const void* weight, int type, void* panels, int64_t n, int64_t k) {
   const int64_t depth = type == BF16 ? 32 : 1, padded = (k + depth - 1) / depth * depth;
   const int64_t size = TYPE_BYTES[type];
-#pragma omp parallel for
-  for (int64_t p = 0; p < (n + 15) / 16; ++p) {
+  parallel(threads, (n + 15) / 16, [&](int64_t p, int) {
     char* panel = (char*)panels + p * 16 * padded * size;
     memset(panel, 0, 16 * padded * size);
     for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
@@ -145,16 +144,15 @@ EXPORT void kvern_pack(const void* weight, int type, void* panels, int64_t n, in
         for (int64_t i = 0; i < k; ++i) ((uint16_t*)panel)[(i / 2 * 16 + j) * 2 + i % 2] = ((const uint16_t*)row)[i];
       }
     }
-  }
+  });
 }
 
 // GGUF rows of blocks [n, k / 32], by the name's number 40 (Q4_0), 41 (Q4_1) or 80 (Q8_0) → panels. Q4_0,
 // d (q - 8), becomes Q4_1 with the minimum -8 d, which is exact.
-EXPORT void kvern_pack_gguf(const uint8_t* blocks, int kind, uint8_t* panels, int64_t n, int64_t k) {
+EXPORT void kvern_pack_gguf(int threads, const uint8_t* blocks, int kind, uint8_t* panels, int64_t n, int64_t k) {
   const int64_t block_bytes = kind == 80 ? 34 : kind == 41 ? 20 : 18, count = k / 32;
   const int64_t group_bytes = kind == 80 ? Q8_0_GROUP : Q4_1_GROUP;
-#pragma omp parallel for
-  for (int64_t p = 0; p < (n + 15) / 16; ++p) {
+  parallel(threads, (n + 15) / 16, [&](int64_t p, int) {
     for (int64_t g = 0; g < count; ++g) {
       uint8_t* group = panels + (p * count + g) * group_bytes;
       memset(group, 0, group_bytes);
@@ -178,7 +176,7 @@ EXPORT void kvern_pack_gguf(const uint8_t* blocks, int kind, uint8_t* panels, in
         }
       }
     }
-  }
+  });
 }
 
 EXPORT void kvern_linear(int threads, const void* x, int64_t x_row, int x_type, const void* weight, int weight_type,

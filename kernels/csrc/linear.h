@@ -178,6 +178,7 @@ static void tile(const typename Step::X* x, int64_t x_row, const typename Step::
         units[p] = Step::unit(w + p * panel, u);
         __builtin_prefetch((const char*)(w + p * panel) + 64 * u + PREFETCH_BYTES);
       }
+#pragma GCC unroll 1
       for (int j = 0; j < Step::STEPS; ++j, i += Step::K) {
         typename Step::Weights weights[PANELS];
         UNROLL for (int p = 0; p < PANELS; ++p) weights[p] = Step::next(units[p], groups[p]);
@@ -254,18 +255,14 @@ static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64
   const int64_t groups = (panels + width - 1) / width, tasks = groups * blocks;
   const typename Step::W* weight = (const typename Step::W*)a.weight;
   const Out out = {a.y, a.n, a.x_type, a.bias, a.n};
-  int64_t next = 0;
-#pragma omp parallel num_threads(a.threads)
-  for (;;) {
-    int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-    if (task >= tasks) break;
+  kvern::parallel(a.threads, tasks, [&](int64_t task, int) {
     int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
     int64_t m = task % blocks * ROW_BLOCK, end = m + ROW_BLOCK < a.m ? m + ROW_BLOCK : a.m;
     for (; m < end; m += rows_per_tile) {
       int64_t rows = end - m < rows_per_tile ? end - m : rows_per_tile;
       find_tile<Step>(rows, count)(x + m * x_row, x_row, weight + first * panel, panel, k, out, m, first * LANES);
     }
-  }
+  });
 }
 
 template <class From, class To>

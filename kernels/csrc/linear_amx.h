@@ -109,42 +109,36 @@ static void linear_amx(const kvern::Linear& a, const bf16* x, int64_t x_row) {
   const int64_t width = many ? 2 : 4, groups = (panels + width - 1) / width, blocks = (a.m + block - 1) / block;
   const bf16* weight = (const bf16*)a.weight;
   const Out out = {a.y, a.n, a.x_type, a.bias, a.n};
-  int64_t next = 0;
-#pragma omp parallel num_threads(a.threads)
-  {
-    alignas(64) float sums[2 * TILE_ROWS_AMX * 4 * LANES];
+  kvern::parallel(a.threads, groups * blocks, [&](int64_t task, int) {
+    alignas(64) float sums[2 * TILE_ROWS_AMX * 2 * LANES];
     int64_t upper = 0, lower = 0;
-    for (;;) {
-      int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (task >= groups * blocks) break;
-      int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
-      int64_t begin = task % blocks * block, end = begin + block < a.m ? begin + block : a.m;
-      for (int64_t m = begin; m < end;) {
-        int64_t rows = end - m > TILE_ROWS_AMX && count == 2 ? 2 * TILE_ROWS_AMX : TILE_ROWS_AMX;
-        rows = end - m < rows ? end - m : rows;
-        int64_t now_upper = rows > TILE_ROWS_AMX ? TILE_ROWS_AMX : rows, now_lower = rows - now_upper;
-        if (now_upper != upper || now_lower != lower) {
-          configure((int)now_upper, (int)now_lower);
-          upper = now_upper, lower = now_lower;
-        }
-        AmxPlace place = {x + m * x_row, x_row, weight + first * panel, panel, k};
-        if (lower > 0) {
-          square(place, sums);
-        } else if (count == 4) {
-          band<4>(place, sums);
-        } else if (count == 3) {
-          band<3>(place, sums);
-        } else if (count == 2) {
-          band<2>(place, sums);
-        } else {
-          band<1>(place, sums);
-        }
-        finish(sums, (int)rows, (int)count, out, m, first * LANES);
-        m += rows;
+    int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
+    int64_t begin = task % blocks * block, end = begin + block < a.m ? begin + block : a.m;
+    for (int64_t m = begin; m < end;) {
+      int64_t rows = end - m > TILE_ROWS_AMX && count == 2 ? 2 * TILE_ROWS_AMX : TILE_ROWS_AMX;
+      rows = end - m < rows ? end - m : rows;
+      int64_t now_upper = rows > TILE_ROWS_AMX ? TILE_ROWS_AMX : rows, now_lower = rows - now_upper;
+      if (now_upper != upper || now_lower != lower) {
+        configure((int)now_upper, (int)now_lower);
+        upper = now_upper, lower = now_lower;
       }
+      AmxPlace place = {x + m * x_row, x_row, weight + first * panel, panel, k};
+      if (lower > 0) {
+        square(place, sums);
+      } else if (count == 4) {
+        band<4>(place, sums);
+      } else if (count == 3) {
+        band<3>(place, sums);
+      } else if (count == 2) {
+        band<2>(place, sums);
+      } else {
+        band<1>(place, sums);
+      }
+      finish(sums, (int)rows, (int)count, out, m, first * LANES);
+      m += rows;
     }
-    if (upper) _tile_release();
-  }
+    _tile_release();
+  });
 }
 
 }  // namespace KVERN_ISA

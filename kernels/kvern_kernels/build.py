@@ -2,8 +2,6 @@
 
 The library's name carries a hash of its sources and flags, so a changed source is rebuilt and two
 checkouts never share one. A lock and an atomic rename let many processes ask for it at once.
-OpenMP's symbols stay undefined: they bind at load to the runtime that torch has brought, hence one
-thread pool.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ FLAGS = [
     "-std=c++20",
     "-O3",
     "-fPIC",
-    "-fopenmp",
+    "-pthread",
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -114,20 +112,14 @@ def _compile(target: Path) -> None:
             raise BuildError(f"{compiler} failed: {errors['portable'].strip()[-400:]}")
         for isa in jobs.keys() - set(built):
             log.info("kernel variant %s left out: %s", isa, errors[isa].strip()[-200:])
-        job = _start(
-            compiler, [f"-DHAVE_{isa}" for isa in built], SOURCES / "kernels.cpp", work / "kernels.o"
-        )
-        message = job.communicate()[1]
-        if job.returncode == 0:
-            objects = [str(work / f"{name}.o") for name in (*built, "kernels")]
-            linked = work / "kernels.so"
-            link = [compiler, "-shared", "-o", str(linked), *objects]
-            done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
-            message, ok = done.stderr, done.returncode == 0
-        else:
-            ok = False
-        if not ok:
-            raise BuildError(f"{compiler} failed: {message.strip()[-400:]}")
+        have = [f"-DHAVE_{isa}" for isa in built]
+        linked = work / "kernels.so"
+        objects = [str(work / f"{isa}.o") for isa in built]
+        common = [str(SOURCES / "kernels.cpp"), str(SOURCES / "pool.cpp")]
+        link = [compiler, *FLAGS, *have, "-shared", "-o", str(linked), *common, *objects]
+        done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{compiler} failed: {done.stderr.strip()[-400:]}")
         beside = target.with_suffix(f".{os.getpid()}.tmp")
         shutil.copy(linked, beside)
         os.replace(beside, target)

@@ -60,7 +60,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     n, k = weight.shape
     depth = 32 if weight.dtype == torch.bfloat16 else 1
     panels = _aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
-    _library.kvern_pack(weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
+    _library.kvern_pack(_threads(), weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
     return _packed(panels, _TYPES[weight.dtype], n, k, bias)
 
 
@@ -73,7 +73,7 @@ def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLi
     group = _GGUF_GROUP[kind]
     blocks = blocks.contiguous()
     panels = _aligned(-(-n // 16) * (k // 32) * group[1], torch.uint8)
-    _library.kvern_pack_gguf(blocks.data_ptr(), int(kind[1] + kind[3]), panels.data_ptr(), n, k)
+    _library.kvern_pack_gguf(_threads(), blocks.data_ptr(), int(kind[1] + kind[3]), panels.data_ptr(), n, k)
     return _packed(panels, group[0], n, k, bias)
 
 

@@ -6,17 +6,14 @@ import ctypes
 import logging
 import os
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
-from pathlib import Path
-
-import torch
 
 from kvern_kernels import build
 
 log = logging.getLogger("kvern.kernels")
 
 SIGNATURES: dict[str, list[type]] = {
-    "kvern_pack": [c_void_p, c_int, c_void_p, c_int64, c_int64],
-    "kvern_pack_gguf": [c_void_p, c_int, c_void_p, c_int64, c_int64],
+    "kvern_pack": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
+    "kvern_pack_gguf": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
     "kvern_linear": [
         *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p],
         *[c_int64] * 3,
@@ -50,7 +47,6 @@ def load() -> ctypes.CDLL:
     """The library, compiled first if need be. Raises ImportError with the reason when that can't be."""
     try:
         path = build.library_path()
-        _share_openmp()
         library = ctypes.CDLL(str(path))
     except (build.BuildError, OSError) as error:
         raise ImportError(str(error)) from error
@@ -76,13 +72,3 @@ def use_variant(library: ctypes.CDLL, name: str) -> None:
     if name not in names:
         raise ImportError(f"kernel variant {name!r} cannot run here: use one of {', '.join(names)}")
     library.kvern_use_variant(names.index(name))
-
-
-def _share_openmp() -> None:
-    """Make torch's OpenMP runtime visible, so that the kernels use its threads and not their own."""
-    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        return
-    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)

@@ -140,7 +140,12 @@ def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: in
 def _is_empty(plan: worker_pb2.StepPlan) -> bool:
     """A plan without content: a leader's first word, by which it claims the batch before it takes the inventory."""
     return not (
-        plan.decode_slots or plan.prefill_slots or plan.new_sequences or plan.released_slots or plan.append_slots
+        plan.decode_slots
+        or plan.prefill_slots
+        or plan.new_sequences
+        or plan.released_slots
+        or plan.append_slots
+        or plan.copy_sources
     )
 
 
@@ -328,7 +333,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for plan in request.plans:
                 self._accept(stream, plan)
                 results.append(self._run(plan))
-            self._record()
+                self._record()
             await stream.write(results)
 
     async def _read_threaded(self, stream: _Stream) -> None:

@@ -64,8 +64,8 @@ class LlamaLayer:
             normed = kernels.rms_norm(hidden, self.input_norm, self.eps)
         else:
             normed, residual = kernels.add_rms_norm(hidden, residual, self.input_norm, self.eps)
-        qkv = kernels.linear(normed, self.qkv).view(len(normed), -1, self.head_dim)
-        q, k, v = qkv.split(self.heads, dim=1)
+        qkv = kernels.linear(normed, self.qkv).view(normed.shape[0], -1, self.head_dim)
+        q, k, v = qkv.split_with_sizes(self.heads, 1)
         keys, values = kv
         q = kernels.rope_and_store(
             q, k, v, step.positions, cos_sin, step.slot_mapping, keys, values,
@@ -74,7 +74,7 @@ class LlamaLayer:
         mixed = kernels.paged_attention(
             q, keys, values, step.block_tables, step.query_start, step.seq_lens, self.scale, self.window
         )
-        hidden = kernels.linear(mixed.view(len(mixed), -1), self.o)
+        hidden = kernels.linear(mixed.view(mixed.shape[0], -1), self.o)
         normed, residual = kernels.add_rms_norm(hidden, residual, self.post_norm, self.eps)
         return kernels.linear(kernels.silu_and_mul(kernels.linear(normed, self.gate_up)), self.down), residual
 
@@ -98,7 +98,7 @@ class LlamaModel:
     def forward(self, step: StepInputs, cache: KvCache) -> tuple[Tensor, Tensor]:
         """Runs the layers and fills the cache; returns (hidden, residual), [T, hidden_size] each, for
         :meth:`logits`."""
-        hidden, residual = self.embedding[step.token_ids], None
+        hidden, residual = self.embedding.index_select(0, step.token_ids), None
         for layer, kv in zip(self.layers, cache.layers, strict=True):
             hidden, residual = layer(hidden, residual, step, self.cos_sin, kv)
         assert residual is not None

@@ -24,9 +24,13 @@ from kvern_gateway.validation import (
     ModelFacts,
     check_prompt_chars,
     check_text,
+    check_token_ids,
     stop_strings,
     unimplemented,
 )
+
+# Tokens that a tokenizer may have above its model's vocabulary; more means that it belongs to another model.
+MAX_EXTRA_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -91,8 +95,8 @@ class Gateway:
             ValueError: Its ids don't fit the model's vocabulary.
         """
         facts = self.facts()
-        # Models pad their vocabulary above the tokenizer's; a few tokenizers have an id or two too many.
-        if self.text.vocab_size > facts.vocab_size + 16:
+        # Models pad their vocabulary above the tokenizer's.
+        if self.text.vocab_size > facts.vocab_size + MAX_EXTRA_TOKENS:
             raise ValueError(
                 f"the tokenizer has {self.text.vocab_size} tokens, the served model {facts.name!r} only "
                 f"{facts.vocab_size}: --model names the files of another model than the workers loaded"
@@ -101,8 +105,15 @@ class Gateway:
     async def tokenize(self, spelled: str, text: str, add_special_tokens: bool) -> list[int]:
         """Raises KvernError for text that isn't Unicode or that can't fit the context."""
         check_text(spelled, text)
-        check_prompt_chars(spelled, text, self.facts(), self.limits)
-        return await self.text.encode_async(text, add_special_tokens)
+        facts = self.facts()
+        check_prompt_chars(spelled, text, facts, self.limits)
+        ids = await self.text.encode_async(text, add_special_tokens)
+        # A few tokenizers have a token or two more than their model has rows.
+        return (
+            check_token_ids(spelled, ids, facts.vocab_size)
+            if self.text.vocab_size > facts.vocab_size
+            else ids
+        )
 
     def text_options(
         self, fields: Fields, params: SamplingParams, *, default_skip: bool = True

@@ -34,7 +34,7 @@ SILENCE_S = 1.25
 PATIENCE_S = 10.0
 # New requests are refused at once when it has been away for longer than this.
 ADMIT_PATIENCE_S = 1.0
-BACKOFF_S = (0.05, 1.0)
+BACKOFF_S = (0.05, 0.3)
 _MAX_MESSAGE_BYTES = 8 * 2**20
 _MAX_HANDLE = 2**32 - 1
 
@@ -273,10 +273,12 @@ class SchedulerClient:
                 address = self._addresses[attempt % len(self._addresses)]
                 try:
                     await self._session(address)
-                except (grpc.aio.AioRpcError, SessionLost) as error:
-                    reason = (
-                        error_from_rpc(error).message if isinstance(error, grpc.aio.AioRpcError) else error
-                    )
+                except Exception as error:
+                    reason = str(error)
+                    if isinstance(error, grpc.aio.AioRpcError):
+                        reason = error_from_rpc(error).message
+                    elif not isinstance(error, SessionLost):
+                        log.exception("the session with %s broke on a message", address)
                     was_up = self._session_ended()
                     attempt = 1 if was_up else attempt + 1
                     if was_up or attempt in (1, 10):

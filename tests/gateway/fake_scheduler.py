@@ -78,6 +78,8 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.cancels: list[session_pb2.CancelHandle] = []
         self.attaches: list[session_pb2.Attach] = []
         self.refuse: KvernError | None = None
+        # The next message with tokens is none that a gateway can read.
+        self.malformed = False
         # Every choice ends with this error instead of by length.
         self.ends_with: KvernError | None = None
         self.model_loaded = asyncio.Event()
@@ -233,6 +235,9 @@ class _Session:
                 del self.open[handle]
                 response.finished.append(self._finished(handle, request, choice))
         response.token_handles = pack_u32(handles)
+        if self.scheduler.malformed:
+            self.scheduler.malformed = False
+            response.token_handles += b"\0"
         response.token_indexes = pack_u32(indexes)
         response.token_ids = pack_i32(tokens)
 

@@ -219,6 +219,27 @@ async def test_prompts_in_every_form(served: Served, client: openai.AsyncOpenAI,
         assert len({submit.request_id for submit in served.scheduler.submits}) == count
 
 
+async def test_several_prompts_stream_under_consecutive_indexes(serve: Serve, smollm2: TextModel) -> None:
+    served = await serve(saying(smollm2, "first", "second"))
+    texts = dict.fromkeys(range(4), "")
+    async with served.openai() as client:
+        stream = await client.completions.create(
+            model="test-model", prompt=["x", "y y"], n=2, max_tokens=9, stream=True, echo=True
+        )
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "xfirst", 1: "xsecond", 2: "y yfirst", 3: "y ysecond"}
+
+
+async def test_a_token_above_the_models_vocabulary_is_refused(serve: Serve) -> None:
+    served = await serve(FakeScheduler(vocab_size=49_150))
+    async with served.openai() as client:
+        assert await client.completions.create(model="test-model", prompt="Hi", max_tokens=1)
+        last = served.gateway.text.token_text(49_151)
+        with pytest.raises(openai.BadRequestError, match="a token id from 0 to 49149"):
+            await client.completions.create(model="test-model", prompt=last, max_tokens=1)
+
+
 async def test_vllm_extensions_reach_the_scheduler(served: Served, client: openai.AsyncOpenAI) -> None:
     await client.completions.create(
         model="test-model",

@@ -40,6 +40,16 @@ async def test_a_stream_goes_on_over_a_lost_session(serve: Serve) -> None:
     assert all(attach.next_index[0] > 0 for attach in served.scheduler.attaches)
 
 
+async def test_a_message_that_cannot_be_read_reopens_the_session(serve: Serve) -> None:
+    served = await serve(FakeScheduler(step_s=0.005))
+    expected = await text_of(served)
+    running = asyncio.create_task(text_of(served))
+    await until(lambda: len(served.scheduler.submits) == 2)
+    served.scheduler.malformed = True
+    assert await running == expected
+    assert served.scheduler.num_sessions == 2
+
+
 async def test_a_forgotten_request_ends_with_a_retry_hint(serve: Serve) -> None:
     scheduler = FakeScheduler(step_s=0.005)
     scheduler.forget_on_reconnect = True

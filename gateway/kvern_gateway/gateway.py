@@ -12,10 +12,11 @@ from kvern.rpc.errors import KvernError
 from kvern.rpc.packing import pack_i32
 from kvern.v1 import session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
+from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.limits import Limits
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.output import TextOptions
-from kvern_gateway.scheduler_client import Generation, SchedulerClient, unavailable
+from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_gateway.text.chat_template import TemplateRenderer
 from kvern_gateway.text.detokenizer import DecoderFactory
 from kvern_gateway.text.tokenizer import TextModel

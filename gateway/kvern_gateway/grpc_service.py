@@ -16,10 +16,10 @@ from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import generation_pb2_grpc, sampling_pb2
 from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
+from kvern_gateway.generation import Choice, Generation, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput, TextOptions
-from kvern_gateway.scheduler_client import Choice, Generation, unavailable
 from kvern_gateway.validation import (
     Fields,
     check_model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvern.v1 import sampling_pb2, session_pb2
-from kvern_gateway.scheduler_client import Choice
+from kvern_gateway.generation import Choice
 from kvern_gateway.text.detokenizer import DecoderFactory, StopMatcher, TextStream
 
 FINISH_REASONS = {

@@ -17,7 +17,7 @@ import random
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import grpc.aio
 
@@ -25,6 +25,7 @@ from kvern.rpc.channel import create_channel
 from kvern.rpc.errors import KvernError, error_from_rpc
 from kvern.rpc.packing import unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2, session_pb2_grpc
+from kvern_gateway.generation import Choice, Generation, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,131 +40,8 @@ _MAX_MESSAGE_BYTES = 8 * 2**20
 _MAX_HANDLE = 2**32 - 1
 
 
-class Sink(Protocol):
-    """Where a choice's events go. Methods return at once and raise nothing on a slow or lost client."""
-
-    def flush(self, choice: Choice) -> None:
-        """New entries in ``choice.tokens``, or ``choice.finished`` was set."""
-        ...
-
-    def fail(self, error: KvernError) -> None:
-        """The whole request ended; no flush follows."""
-        ...
-
-
-class Choice:
-    """What has arrived for one choice and was not taken by the sink yet."""
-
-    __slots__ = (
-        "dirty",
-        "done",
-        "finished",
-        "first_index",
-        "generation",
-        "handle",
-        "index",
-        "logprobs",
-        "next_index",
-        "prompt_logprobs",
-        "stopped",
-        "tokens",
-    )
-
-    def __init__(self, generation: Generation, index: int, handle: int) -> None:
-        self.generation = generation
-        self.index = index
-        self.handle = handle
-        # Index of tokens[0], and of the next token to come, in the choice's output.
-        self.first_index = 0
-        self.next_index = 0
-        self.tokens: list[int] = []
-        self.logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
-        self.prompt_logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
-        self.finished: session_pb2.Finished | None = None
-        self.dirty = False
-        self.stopped = False
-        # No more events will come.
-        self.done = False
-
-    def take(self, limit: int = 2**31) -> tuple[int, list[int]]:
-        """Index of the first token not taken so far, and up to ``limit`` tokens from there."""
-        first, tokens = self.first_index, self.tokens
-        if len(tokens) > limit:
-            tokens, self.tokens = tokens[:limit], tokens[limit:]
-        else:
-            self.tokens = []
-        self.first_index = first + len(tokens)
-        return first, tokens
-
-
-class Generation:
-    """A submitted request: n choices under consecutive handles."""
-
-    def __init__(self, submit: session_pb2.Submit, first_handle: int, client: SchedulerClient) -> None:
-        self.submit = submit
-        self.choices = [Choice(self, index, first_handle + index) for index in range(submit.n)]
-        self.sink: Sink | None = None
-        self.error: KvernError | None = None
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent_at = 0.0
-        self._client = client
-
-    @property
-    def open(self) -> bool:
-        return self.error is None and not all(choice.done for choice in self.choices)
-
-    def attach_sink(self, sink: Sink) -> None:
-        """Starts the flow: what came before is flushed now."""
-        self.sink = sink
-        if self.error is not None:
-            sink.fail(self.error)
-            return
-        for choice in self.choices:
-            if choice.tokens or choice.finished is not None:
-                sink.flush(choice)
-
-    def stop(self, choice: Choice) -> None:
-        """A stop string ended the choice; it counts as finished."""
-        self._client.cancel_choices([choice], stopped=True)
-
-    def cancel(self) -> None:
-        """Idempotent. Nothing is said to the sink any more."""
-        self.sink = None
-        self._client.cancel_choices([choice for choice in self.choices if not choice.done], stopped=False)
-
-    def orphan(self, grace_s: float) -> None:
-        """Nobody listens any more: events are dropped, and after a while the request is cancelled."""
-        self.sink = _Nowhere()
-        for choice in self.choices:
-            choice.take()
-        asyncio.get_running_loop().call_later(grace_s, self.cancel)
-
-    def fail(self, error: KvernError) -> None:
-        if self.error is not None or not self.open:
-            return
-        self.error = error
-        if not self.admitted.done():
-            self.admitted.set_exception(error)
-            self.admitted.exception()  # Retrieved: a request that was cancelled meanwhile awaits it no more.
-        if self.sink is not None:
-            self.sink.fail(error)
-
-
-class _Nowhere:
-    def flush(self, choice: Choice) -> None:
-        choice.take()
-        choice.logprobs.clear()
-
-    def fail(self, error: KvernError) -> None:
-        pass
-
-
 class SessionLost(Exception):
     """The session has to be opened anew."""
-
-
-def unavailable(message: str, retry_after_ms: int = 1_000) -> KvernError:
-    return KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, message, retry_after_ms=retry_after_ms)
 
 
 class SchedulerClient:
@@ -420,48 +298,22 @@ class SchedulerClient:
     # The hot path.
 
     def _dispatch(self, response: session_pb2.SessionResponse) -> None:
-        choices = self._choices
+        """Sorts a message's events to their choices, then flushes each choice that got something, once."""
+        for admitted in response.admitted:
+            self._admitted(admitted.handle)
+        for refused in response.refused:
+            self._refused(refused)
         dirty: list[Choice] = []
-        if response.admitted:
-            for admitted in response.admitted:
-                generation = self._generations.get(admitted.handle)
-                if generation is not None and not generation.admitted.done():
-                    generation.admitted.set_result(None)
-                    if generation.submit.resumable:
-                        self._supersede(generation)
-        if response.refused:
-            for refused in response.refused:
-                self._refused(refused)
         if response.token_handles:
-            for handle, index, token in zip(
-                unpack_u32(response.token_handles).tolist(),
-                unpack_u32(response.token_indexes).tolist(),
-                unpack_i32(response.token_ids).tolist(),
-                strict=True,
-            ):
-                choice = choices.get(handle)
-                if choice is None:
-                    continue
-                if index != choice.next_index:
-                    if index < choice.next_index:
-                        continue
-                    raise SessionLost(f"a gap: token {index} came where {choice.next_index} was due")
-                choice.next_index = index + 1
-                choice.tokens.append(token)
-                if not choice.dirty:
-                    choice.dirty = True
-                    dirty.append(choice)
-        if response.logprobs:
-            for entry in response.logprobs:
-                choice = choices.get(entry.handle)
-                if choice is not None:
-                    target = choice.prompt_logprobs if entry.prompt else choice.logprobs
-                    target.update(enumerate(entry.tokens, entry.first_index))
-        if response.finished:
-            for finished in response.finished:
-                choice = choices.pop(finished.handle, None)
-                if choice is None:
-                    continue
+            self._sort_tokens(response, dirty)
+        for entry in response.logprobs:
+            choice = self._choices.get(entry.handle)
+            if choice is not None:
+                target = choice.prompt_logprobs if entry.prompt else choice.logprobs
+                target.update(enumerate(entry.tokens, entry.first_index))
+        for finished in response.finished:
+            choice = self._choices.pop(finished.handle, None)
+            if choice is not None:
                 choice.finished = finished
                 choice.done = True
                 self._forget_if_done(choice.generation)
@@ -469,13 +321,45 @@ class SchedulerClient:
                     dirty.append(choice)
         for choice in dirty:
             choice.dirty = False
-            sink = choice.generation.sink
-            if sink is not None:
-                try:
-                    sink.flush(choice)
-                except Exception:
-                    log.exception("a request's output could not be processed")
-                    self._break(choice.generation)
+            self._flush(choice)
+
+    def _sort_tokens(self, response: session_pb2.SessionResponse, dirty: list[Choice]) -> None:
+        choices = self._choices
+        for handle, index, token in zip(
+            unpack_u32(response.token_handles).tolist(),
+            unpack_u32(response.token_indexes).tolist(),
+            unpack_i32(response.token_ids).tolist(),
+            strict=True,
+        ):
+            choice = choices.get(handle)
+            if choice is None:
+                continue
+            if index != choice.next_index:
+                if index < choice.next_index:
+                    continue
+                raise SessionLost(f"a gap: token {index} came where {choice.next_index} was due")
+            choice.next_index = index + 1
+            choice.tokens.append(token)
+            if not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
+
+    def _flush(self, choice: Choice) -> None:
+        sink = choice.generation.sink
+        if sink is None:
+            return
+        try:
+            sink.flush(choice)
+        except Exception:
+            log.exception("a request's output could not be processed")
+            self._break(choice.generation)
+
+    def _admitted(self, handle: int) -> None:
+        generation = self._generations.get(handle)
+        if generation is not None and not generation.admitted.done():
+            generation.admitted.set_result(None)
+            if generation.submit.resumable:
+                self._supersede(generation)
 
     def _supersede(self, newest: Generation) -> None:
         """The scheduler sends a request's events to whoever asked last; the call before gets no more of them."""

@@ -16,7 +16,8 @@ from kvern.rpc.packing import pack_i32, pack_u32
 from kvern.v1 import error_pb2, generation_pb2, sampling_pb2, session_pb2
 from kvern.v1.generation_pb2_grpc import GenerationServiceStub
 from kvern_gateway import scheduler_client
-from kvern_gateway.scheduler_client import Choice, SchedulerClient, SessionLost
+from kvern_gateway.generation import Choice
+from kvern_gateway.scheduler_client import SchedulerClient, SessionLost
 from kvern_gateway.text.tokenizer import TextModel
 
 LONG = {"prompt": "x", "max_tokens": 200, "temperature": 0}

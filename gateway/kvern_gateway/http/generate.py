@@ -12,6 +12,7 @@ from typing import Any
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway, admit
+from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import SCOPE_KEY, Connection
 from kvern_gateway.http.results import Collector
@@ -27,7 +28,6 @@ from kvern_gateway.http.wire import (
     send_json,
 )
 from kvern_gateway.metrics import RequestClock
-from kvern_gateway.scheduler_client import Generation, unavailable
 
 log = logging.getLogger(__name__)
 

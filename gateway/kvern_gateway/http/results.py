@@ -9,11 +9,11 @@ from typing import Any
 from kvern.rpc.errors import KvernError
 from kvern.v1.sampling_pb2 import TokenLogprobs
 from kvern_gateway.gateway import Gateway
+from kvern_gateway.generation import Choice, Generation
 from kvern_gateway.http.logprobs import Entry, LogprobFormatter
 from kvern_gateway.http.parse import Job, Prompt
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
-from kvern_gateway.scheduler_client import Choice, Generation
 
 
 def usage_object(job: Job, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:

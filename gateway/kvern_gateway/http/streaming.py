@@ -12,6 +12,7 @@ from typing import Any
 
 from kvern.rpc.errors import KvernError
 from kvern_gateway.gateway import Gateway
+from kvern_gateway.generation import Choice, Generation
 from kvern_gateway.http.logprobs import LogprobFormatter
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import Connection
@@ -19,7 +20,6 @@ from kvern_gateway.http.results import prompt_entries, usage_object
 from kvern_gateway.http.wire import encode_json, error_object
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
-from kvern_gateway.scheduler_client import Choice, Generation
 
 # A client that has been slow gets what waited in pieces, each when it has read the one before.
 _EVENTS_PER_WRITE = 64

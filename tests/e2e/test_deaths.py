@@ -72,3 +72,20 @@ def test_the_other_gateway_serves_on(sim: Running, expected: str) -> None:
         mine.wait()
         assert mine.finish_reason is None
         assert expected.startswith(mine.text)
+
+
+def test_a_named_request_goes_on_at_another_gateway(sim: Running, expected: str) -> None:
+    body = {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "stream": True,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "request_id": "goes-on-elsewhere",
+    }
+    with run_gateway(sim) as (_, url):
+        first = Stream(sim.base_url, body)
+        first.until_events(40)
+        sim.kill("gateway")
+        assert Stream(url, body).result() == expected
+        first.wait()

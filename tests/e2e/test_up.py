@@ -58,6 +58,19 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(smollm: Running) -> None:
     assert len(set(alone)) > 1
 
 
+def test_the_terminal_chat_answers(smollm: Running) -> None:
+    answer = subprocess.run(
+        [BIN / "kvern", "chat", "--base-url", smollm.base_url, "--temperature", "0", "--max-tokens", "24"],
+        input="Name three colors.\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "SmolLM2-135M-Instruct" in answer.stdout
+    assert "Red" in answer.stdout
+
+
 def test_no_prompt_reaches_a_log(smollm: Running) -> None:
     secret = "zanzibarlighthouse"
     smollm.complete(f"The password is {secret}", max_tokens=4)
@@ -75,6 +88,17 @@ def test_a_signal_stops_everything_and_leaves_no_process(tmp_path: Path, number:
         assert not [name for name, pid in pids.items() if alive(pid)]
         assert "Stopping" in running.output
         assert "restarting" not in running.output
+
+
+def test_an_answer_in_flight_does_not_hold_up_the_stop_for_long(tmp_path: Path) -> None:
+    with run_kvern(tmp_path, "--device", "sim", "--sim-step-us", "10000") as running:
+        stream = running.stream("Once", max_tokens=6000, ignore_eos=True)
+        stream.until_events(5)
+        pids = running.children()
+        assert running.stop(timeout_s=20) == 0
+        assert not [name for name, pid in pids.items() if alive(pid)]
+        stream.wait(5)
+        assert stream.finish_reason is None
 
 
 def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Committer:
         self._pending = Changes()
         self._dropped: list[str] = []
         self._wake = asyncio.Event()
+        self._busy = False
         self._failing_since: float | None = None
 
     @property
@@ -99,10 +100,18 @@ class Committer:
             self._wake.clear()
             while self._pending or self._dropped:
                 changes = self._pending.take()
+                self._busy = True
                 await asyncio.shield(self._commit(self._delta(changes)))
+                self._busy = False
                 self._release(changes)
 
-    async def finish(self) -> None:
+    async def flush(self, timeout: float) -> None:
+        """Waits until everything is committed, or for ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while (self._busy or self._pending) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+    async def resign(self) -> None:
         """Gives the lease back. ``run`` must have been cancelled: what it had not committed, nobody has seen."""
         try:
             await self._store.resign(self.epoch)

@@ -57,6 +57,7 @@ class Engine:
         # Group → the worker instance that holds its blocks.
         self.instances: dict[int, str] = {}
         self.clock = clock
+        self.draining = False
         self.committer: Committer
         # By row: who is told, under which handle, and how many tokens have been committed.
         self._session_of = np.full(64, -1, np.int32)
@@ -176,6 +177,8 @@ class Engine:
         session.sequences.clear()
         for sequence in orphans:
             self._session_of[sequence.row] = -1
+        if self.draining:
+            return  # it broke because we stop: the next leader goes on with all of them
         kept = [s for s in orphans if s.request.submission.resumable and s.state is not State.FINISHED]
         for sequence in orphans:
             if not sequence.request.submission.resumable:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import uuid
+from typing import Any
 
 import uvloop
 from prometheus_client import start_http_server
@@ -60,6 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
     parser.add_argument("--metrics-port", type=int, default=0, metavar="PORT", help="0: none")
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument("--log-level", default="INFO")
     args = parser.parse_args(argv)
     if args.store == "redis" and not args.redis_url:
@@ -108,8 +110,9 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     server = Server([SERVICE_NAME])
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(args.listen)
-    tasks: list[asyncio.Task[None]] = []
-    committer: Committer | None = None
+    engine: Engine | None = None
+    computing: list[asyncio.Task[None]] = []
+    committing: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
     try:
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -122,20 +125,19 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         metrics = Metrics()
         engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
         metrics.watch(engine)
-        committer = Committer(
+        engine.committer = Committer(
             store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
         )
-        engine.committer = committer
-        tasks.append(asyncio.create_task(committer.run()))
+        committing.append(asyncio.create_task(engine.committer.run()))
         state = await store.load()
         adopt(engine, state, leadership)
         workers = [Worker(engine, address, leadership.epoch, state.index) for address in args.worker]
-        tasks += [asyncio.create_task(worker.run()) for worker in workers]
+        computing += [asyncio.create_task(worker.run()) for worker in workers]
         servicer.lead(engine, workers, leadership.epoch)
-        tasks.append(asyncio.create_task(engine.tick()))
-        tasks.append(asyncio.create_task(_report_health(server, workers)))
+        computing.append(asyncio.create_task(engine.tick()))
+        computing.append(asyncio.create_task(_report_health(server, workers)))
         if args.metrics_port:
-            start_http_server(args.metrics_port, registry=metrics.registry)
+            start_http_server(args.metrics_port, args.metrics_host, registry=metrics.registry)
         log.info(
             "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s",
             args.cell,
@@ -145,19 +147,27 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             args.listen,
         )
         _calm_gc()
-        done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*committing, *computing, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if task is not stopping:
                 task.result()
     finally:
         servicer.drain()
+        await _cancel(*computing, stopping)
+        if engine is not None:
+            engine.draining = True
+            await engine.committer.flush(0.5 if committing and not committing[0].done() else 0.0)
         await server.drain(0.2)
-        for task in [*tasks, stopping]:
-            task.cancel()
-        await asyncio.gather(*tasks, stopping, return_exceptions=True)
-        if committer is not None:
-            await committer.finish()
+        await _cancel(*committing)
+        if engine is not None:
+            await engine.committer.resign()
         await store.close()
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _report_health(server: Server, workers: list[Worker]) -> None:

@@ -16,7 +16,8 @@ from kvern_scheduler.core.requests import Sequence
 
 HEARTBEAT_S = 0.25
 SILENCE_S = 1.25
-MAX_BUFFERED_TOKENS = 128 * 1024
+MAX_BUFFERED = 256 * 1024
+"""Tokens, log-probabilities and other events, 12 to some tens of bytes each."""
 
 U32 = npt.NDArray[np.uint32]
 
@@ -38,7 +39,7 @@ class Session:
         self._handles: list[U32] = []
         self._indexes: list[U32] = []
         self._token_ids: list[npt.NDArray[np.int32]] = []
-        self._num_tokens = 0
+        self._num_buffered = 0
         self._last_sent = 0.0
 
     def welcome(self, welcome: session_pb2.Welcome) -> None:
@@ -55,7 +56,7 @@ class Session:
 
     def logprobs(self, logprobs: session_pb2.ChoiceLogprobs) -> None:
         self._message.logprobs.append(logprobs)
-        self._touch()
+        self._touch(sum(1 + len(token.top_token_ids) for token in logprobs.tokens))
 
     def finished(self, finished: session_pb2.Finished) -> None:
         """The handle's last word."""
@@ -65,18 +66,17 @@ class Session:
 
     def tokens(self, handles: U32, indexes: U32, token_ids: npt.NDArray[np.int32]) -> None:
         """Parallel arrays; consecutive for each handle."""
-        if self.overflowed:
-            return
         self._handles.append(handles)
         self._indexes.append(indexes)
         self._token_ids.append(token_ids)
-        self._num_tokens += token_ids.size
-        if self._num_tokens > MAX_BUFFERED_TOKENS:
-            self.overflowed = True
-            self._handles, self._indexes, self._token_ids = [], [], []
-        self._touch()
+        self._touch(token_ids.size)
 
-    def _touch(self) -> None:
+    def _touch(self, size: int = 1) -> None:
+        self._num_buffered += size
+        if self._num_buffered > MAX_BUFFERED:
+            self.overflowed = True
+            self._message = session_pb2.SessionResponse()
+            self._handles, self._indexes, self._token_ids = [], [], []
         if not self._dirty:
             self._dirty = True
             self._wake.set()
@@ -84,32 +84,28 @@ class Session:
     def _take(self) -> session_pb2.SessionResponse:
         message, self._message = self._message, session_pb2.SessionResponse()
         self._dirty = False
+        self._num_buffered = 0
         if self._handles:
             message.token_handles = _join(self._handles)
             message.token_indexes = _join(self._indexes)
             message.token_ids = _join(self._token_ids)
             self._handles, self._indexes, self._token_ids = [], [], []
-            self._num_tokens = 0
         return message
 
     async def send(self) -> None:
-        """Writes what there is, whenever there is something."""
+        """Writes what there is, whenever there is something. Raises KvernError when too much was not read."""
         write = self._context.write
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._check_overflow()
             self._last_sent = time.monotonic()
             await write(self._take())
 
     async def watch(self) -> None:
         """Heartbeats. Raises KvernError when the gateway has been silent, or has not read, for too long."""
         while time.monotonic() - self.last_heard < SILENCE_S:
-            if self.overflowed:
-                raise KvernError(
-                    error_pb2.ERROR_CODE_UNAVAILABLE,
-                    "the session was not read: its buffer is full",
-                    limit=MAX_BUFFERED_TOKENS,
-                )
+            self._check_overflow()
             if time.monotonic() - self._last_sent > HEARTBEAT_S * 0.9:
                 self._wake.set()
             await asyncio.sleep(HEARTBEAT_S)
@@ -117,6 +113,15 @@ class Session:
             error_pb2.ERROR_CODE_UNAVAILABLE,
             f"the gateway was silent for {SILENCE_S} s; an empty message is a heartbeat",
         )
+
+    def _check_overflow(self) -> None:
+        """Once something was thrown away, nothing more may be sent."""
+        if self.overflowed:
+            raise KvernError(
+                error_pb2.ERROR_CODE_UNAVAILABLE,
+                "the session was not read: its buffer is full",
+                limit=MAX_BUFFERED,
+            )
 
 
 def _join(arrays: list[Any]) -> bytes:

@@ -236,9 +236,10 @@ async def test_a_restarted_scheduler_goes_on(cluster: Cluster) -> None:
     first = await cluster.gateway()
     await first.submit(1, PROMPT, 150, n=2, request_id="a", resumable=True, params={"temperature": 0.7})
     await first.submit(3, PROMPT, 10, request_id="done", resumable=True)
+    await first.submit(4, PROMPT[2:], 150, request_id="unnamed")
     await first.until(lambda: 3 in first.finished and len(first.tokens.get(2, [])) > 20)
-    await first.close()
     await cluster.stop_scheduler()
+    await first.close()
     prefilled = cluster.workers[0].executor.num_prefilled
     await cluster.start_scheduler()
     second = await cluster.gateway()
@@ -248,9 +249,11 @@ async def test_a_restarted_scheduler_goes_on(cluster: Cluster) -> None:
                 handle=1, request_id="a", next_index=[len(first.tokens[1]), len(first.tokens[2])]
             ),
             session_pb2.Attach(handle=3, request_id="done"),
+            session_pb2.Attach(handle=4, request_id="unnamed", next_index=[len(first.tokens[4])]),
         ]
     )
-    await second.finish(1, 2, 3)
+    await second.finish(1, 2, 3, 4)
+    assert first.tokens[4] + second.tokens[4] == continue_greedily(PROMPT[2:], 150, SIM)
     for choice in range(2):
         whole = first.tokens[1 + choice] + second.tokens[1 + choice]
         assert whole == continue_greedily(PROMPT, 150, SIM, sequence_seed(7, choice))

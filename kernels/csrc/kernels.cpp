@@ -46,9 +46,21 @@ void* scratch(int slot, int64_t bytes) {
   return b.data;
 }
 
-static const Ops* variants[5];
+static Ops variants[5];
 static int variant_count = 0;
 static const Ops* current = nullptr;
+
+// Ops that a variant leaves out are those of the variant before it.
+static void add_variant(const Ops& ops) {
+  Ops& v = variants[variant_count];
+  v = ops;
+  if (!v.attention) {
+    v = variants[variant_count - 1];
+    v.name = ops.name;
+    v.linear = ops.linear;
+  }
+  current = &variants[variant_count++];
+}
 
 // Matrix tiles must be asked for once per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA).
 [[maybe_unused]] static bool tiles_granted() {
@@ -60,28 +72,27 @@ static const Ops* current = nullptr;
 }
 
 __attribute__((constructor)) static void find_variants() {
-  variants[variant_count++] = &portable::ops;
+  add_variant(portable::ops);
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #ifdef HAVE_avx2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    variants[variant_count++] = &avx2::ops;
+    add_variant(avx2::ops);
   }
 #endif
 #ifdef HAVE_avx512
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (wide) variants[variant_count++] = &avx512::ops;
+  if (wide) add_variant(avx512::ops);
 #ifdef HAVE_avx512_bf16
   const bool bf16 = wide && __builtin_cpu_supports("avx512bf16");
-  if (bf16) variants[variant_count++] = &avx512_bf16::ops;
+  if (bf16) add_variant(avx512_bf16::ops);
 #ifdef HAVE_avx512_amx
-  if (bf16 && __builtin_cpu_supports("amx-bf16") && tiles_granted()) variants[variant_count++] = &avx512_amx::ops;
+  if (bf16 && __builtin_cpu_supports("amx-bf16") && tiles_granted()) add_variant(avx512_amx::ops);
 #endif
 #endif
 #endif
 #endif
-  current = variants[variant_count - 1];
 }
 
 // Whether every index that a call would follow stays inside its tensor.
@@ -125,9 +136,9 @@ using namespace kvern;
 constexpr int OK = 0, OUT_OF_RANGE = 1;
 
 EXPORT int kvern_variant_count() { return variant_count; }
-EXPORT const char* kvern_variant_name(int i) { return variants[i]->name; }
+EXPORT const char* kvern_variant_name(int i) { return variants[i].name; }
 EXPORT const char* kvern_variant() { return current->name; }
-EXPORT void kvern_use_variant(int i) { current = variants[i]; }
+EXPORT void kvern_use_variant(int i) { current = &variants[i]; }
 
 // weight [n, k] contiguous of `type` F32 or BF16 → panels (see Linear).
 EXPORT void kvern_pack(int threads, const void* weight, int type, void* panels, int64_t n, int64_t k) {

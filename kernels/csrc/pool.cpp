@@ -44,8 +44,8 @@ struct {
 } job;
 std::atomic<int> sleepers{0};
 std::atomic<bool> busy{false};
-int started = 0;    // helper threads, changed only while busy is held
-pid_t owner = 0;    // threads do not survive a fork
+int started = 0;  // helper threads, changed only while busy is held
+pid_t owner = 0;  // the process that they live in
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -114,7 +114,12 @@ void* help(void* argument) {
 }
 
 void start_helpers(int wanted) {
-  if (owner != getpid()) owner = getpid(), started = 0;
+  if (owner != getpid()) {  // helpers do not survive a fork
+    owner = getpid();
+    started = 0;
+    sleepers.store(0);
+    door.gate.store(0);
+  }
   while (started < wanted) {
     pthread_t thread;
     if (pthread_create(&thread, nullptr, help, (void*)(intptr_t)(started + 1)) != 0) return;

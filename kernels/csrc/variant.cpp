@@ -1,11 +1,14 @@
-// All ops for one instruction set. Compiled once per variant with -DKVERN_ISA=name and its -m flags; no
-// standard C++ headers, whose inline functions could leak one variant's instructions into another.
+// All ops for one instruction set, or only the linear layers where nothing else differs from a base.
+// Compiled once per variant with -DKVERN_ISA=name and its -m flags; no standard C++ headers, whose inline
+// functions could leak one variant's instructions into another.
 #include "abi.h"
-#include "attention.h"
-#include "elementwise.h"
 #include "linear.h"
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
+#endif
+#if !defined(KVERN_LINEAR_ONLY)
+#include "attention.h"
+#include "elementwise.h"
 #endif
 
 namespace KVERN_ISA {
@@ -34,7 +37,11 @@ static void linear(const kvern::Linear& a) {
 namespace kvern {
 namespace KVERN_ISA {
 extern const Ops ops;
+#if defined(KVERN_LINEAR_ONLY)
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, nullptr, nullptr, nullptr, nullptr};
+#else
 const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::attention, ::KVERN_ISA::rope_and_store,
                  ::KVERN_ISA::norm, ::KVERN_ISA::gate};
+#endif
 }  // namespace KVERN_ISA
 }  // namespace kvern

@@ -34,7 +34,7 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]]
-BF16 = [*AVX512, "-mavx512bf16"]
+BF16 = [*AVX512, "-mavx512bf16", "-DKVERN_LINEAR_ONLY"]  # the other ops are those of avx512
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
 X86_VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
 
@@ -99,7 +99,7 @@ def _compiler() -> str:
 
 def _compile(target: Path) -> None:
     compiler = _compiler()
-    log.info("compiling the CPU kernels with %s (about 20 s, once)", compiler)
+    log.info("compiling the CPU kernels with %s (once, half a minute)", compiler)
     with tempfile.TemporaryDirectory(prefix="kvern-kernels-") as name:
         work = Path(name)
         jobs = {

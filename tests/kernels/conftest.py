@@ -8,11 +8,22 @@ import torch
 from kvern_kernels import cpu, library
 
 VARIANTS = library.variants(cpu._library)
+OWN_OPS = [
+    name for name in VARIANTS if name not in ("avx512_bf16", "avx512_amx")
+]  # those differ in linear only
 
 
 @pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+def linear_variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of the variant that serves `cpu` during the test."""
+    library.use_variant(cpu._library, request.param)
+    yield request.param
+    library.use_variant(cpu._library, VARIANTS[-1])
+
+
+@pytest.fixture(params=OWN_OPS)
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Likewise, without the variants whose ops beside linear are another's."""
     library.use_variant(cpu._library, request.param)
     yield request.param
     library.use_variant(cpu._library, VARIANTS[-1])

@@ -18,7 +18,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("w_dtype", DTYPES)
-def test_linear_matches_float64(variant: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+def test_linear_matches_float64(linear_variant: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     for k, n in SHAPES:
         weight, bias = torch.randn(n, k).to(w_dtype), torch.randn(n)
         packed = cpu.pack_linear(weight, bias)
@@ -33,7 +33,7 @@ def test_linear_matches_float64(variant: str, x_dtype: torch.dtype, w_dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(576, 192), (1000, 261)])
 def test_a_row_has_the_same_bits_in_every_batch(
-    variant: str, dtype: torch.dtype, shape: tuple[int, int]
+    linear_variant: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     k, n = shape
     packed = cpu.pack_linear(torch.randn(n, k).to(dtype))
@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_linear_reads_strided_rows(variant: str) -> None:
+def test_linear_reads_strided_rows(linear_variant: str) -> None:
     wide = torch.randn(6, 100)
     packed = cpu.pack_linear(torch.randn(20, 40))
     view = wide[:, 30:70]
@@ -89,7 +89,7 @@ def random_blocks(kind: str, n: int, k: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_gguf_gives_the_bits_of_dequantized_weights(variant: str, kind: str) -> None:
+def test_gguf_gives_the_bits_of_dequantized_weights(linear_variant: str, kind: str) -> None:
     for k, n in [(32, 5), (576, 200), (96, 64)]:
         blocks, bias = random_blocks(kind, n, k), torch.randn(n)
         packed = cpu.pack_gguf(blocks, kind, bias)

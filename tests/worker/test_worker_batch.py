@@ -148,7 +148,7 @@ def test_a_malformed_plan_is_refused(small: ModelExecutor, plan: worker_pb2.Step
 
 
 def test_a_step_over_the_token_limit_is_refused(checkpoint: Callable[[str], Path]) -> None:
-    executor = load_executor(checkpoint("llama"), max_num_batched_tokens=8)
+    executor = load_executor(checkpoint("llama"), max_num_batched_tokens=8, max_num_seqs=4)
     with pytest.raises(KvernError, match="9 tokens in one step, the limit is 8"):
         executor.run(plan_of(new_sequence(0, GOOD, [0]), new_sequence(1, GOOD[:4], [1])))
 
@@ -177,6 +177,22 @@ def test_nan_logits_fail_one_sequence(checkpoint: Callable[[str], Path]) -> None
     assert unpack_u32(result.slots).tolist() == [0, 1, 3]
     kept = unpack_i32(clean.token_ids)[[0, 1, 3]]
     assert unpack_i32(result.token_ids).tolist() == kept.tolist()
+
+
+def test_nan_prompt_logprobs_fail_one_sequence(small: ModelExecutor) -> None:
+    expected = small.run(plan_of(new_sequence(0, GOOD, [0])))
+    small.reset()
+    tokens = [3 + i for i in range(20)]
+    small.run(plan_of(new_sequence(2, tokens[:16], [7])))
+    small._cache.layers[0][1][7] = float("nan")
+    asking = new_sequence(
+        1, tokens, [7, 8], num_computed_tokens=16, params=greedy(prompt_logprobs=1, logprobs=1)
+    )
+    result = small.run(plan_of(new_sequence(0, GOOD, [0]), asking))
+    small._cache.layers[0][1][7] = 0.0
+    assert [(e.slot, e.error.code) for e in result.errors] == [(1, error_pb2.ERROR_CODE_NUMERICAL)]
+    assert (unpack_u32(result.slots).tolist(), len(result.logprobs)) == ([0], 0)
+    assert result.token_ids == expected.token_ids
 
 
 def test_a_prefix_in_the_cache_is_used(small: ModelExecutor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CONFIGS
+from conftest import CONFIGS, load_executor
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
@@ -205,6 +205,26 @@ def test_what_cannot_fit_is_refused_with_figures(pool: int, length: int | None, 
     assert caught.value.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT
     for word in words:
         assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"max_num_seqs": -1}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 31}, "max_num_batched_tokens"),
+        ({"threads": -2}, "threads"),
+        ({"max_model_len": 513}, "max_model_len"),
+        ({"load_format": "npcache"}, "load_format"),
+        ({"dtype": "int8"}, "dtype"),
+    ],
+)
+def test_options_are_checked_before_weights_are_read(
+    options: dict[str, Any], field: str, checkpoint: Folders
+) -> None:
+    with pytest.raises(KvernError) as caught:
+        load_executor(checkpoint("llama"), **options)
+    assert caught.value.field == field
 
 
 def test_the_machine_is_read() -> None:

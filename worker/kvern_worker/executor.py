@@ -88,10 +88,12 @@ class ModelExecutor:
         last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
         logits = self._model.logits(hidden, residual, last).numpy() if len(last) else None
         forwarded = time.perf_counter()
-        prompt = self._prompt_logprobs(rows, hidden, residual)
+        prompt = self._prompt_logprobs(rows, hidden, residual, result)
         self._batch.advance(rows)
         if logits is not None:
-            self._sample(rows.slots[rows.samples], logits, prompt, result)
+            slots = rows.slots[rows.samples]
+            fine = ~self._batch.failed[slots]
+            self._sample(slots[fine], logits if fine.all() else logits[fine], prompt, result)
         result.logprobs.extend(prompt.values())
         finished = time.perf_counter()
         result.prepare_us = int((prepared - started) * 1e6)
@@ -173,9 +175,10 @@ class ModelExecutor:
         result.token_ids = pack_i32(token_ids)
 
     def _prompt_logprobs(
-        self, rows: Rows, hidden: torch.Tensor, residual: torch.Tensor
+        self, rows: Rows, hidden: torch.Tensor, residual: torch.Tensor, result: worker_pb2.StepResult
     ) -> dict[int, worker_pb2.SlotLogprobs]:
-        """By slot: log-probabilities of the prompt tokens that this step's positions predict."""
+        """By slot: log-probabilities of the prompt tokens that this step's positions predict. A slot whose logits
+        are not finite fails instead."""
         batch, reports = self._batch, {}
         asking = np.flatnonzero(self._sampling.prompt_logprobs[rows.slots] >= 0)
         first_rows = np.cumsum(rows.lengths) - rows.lengths
@@ -191,6 +194,10 @@ class ModelExecutor:
             for at in range(0, len(targets), 64):
                 part = slice(int(first_rows[row]) + at, int(first_rows[row]) + min(at + 64, len(targets)))
                 logits = self._model.logits(hidden, residual, part).numpy()
+                if not np.isfinite(logits.max(axis=-1)).all():
+                    self._fail(slot, _sampling_error(broken=True), result)
+                    del reports[slot]
+                    break
                 report.prompt.extend(token_logprobs(logits, targets[at : at + 64], num_top[at : at + 64]))
         return reports
 

@@ -61,6 +61,7 @@ class LoadOptions:
 
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     """Raises KvernError with what is wrong with the model or the options."""
+    _validate(options)
     threads = options.threads or physical_cores()
     with _phase("open", model=options.model):
         checkpoint = open_checkpoint(options.model, options.load_format)
@@ -108,6 +109,22 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     return ModelExecutor(model, cache, info, limits, threads)
 
 
+def _validate(options: LoadOptions) -> None:
+    for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if (value := getattr(options, field)) <= 0:
+            raise invalid(field, f"{field.replace('_', '-')} must be positive, is {value}", value=value)
+    if options.threads is not None and options.threads <= 0:
+        raise invalid("threads", f"threads must be positive, is {options.threads}", value=options.threads)
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise invalid(
+            "max_num_batched_tokens",
+            f"max-num-batched-tokens ({options.max_num_batched_tokens}) must be at least max-num-seqs "
+            f"({options.max_num_seqs}), so that all can decode in one step",
+            value=options.max_num_batched_tokens,
+            limit=options.max_num_seqs,
+        )
+
+
 def choose_dtype(requested: str, checkpoint: str, fast_bfloat16: bool) -> str:
     """ "auto" is the checkpoint's dtype, or float32 where that would be emulated."""
     if requested == "auto":
@@ -133,10 +150,6 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> K
             f"the weights take {weights / GIB:.2f} GiB as {dtype} and {available / GIB:.2f} GiB are free",
             value=weights,
             limit=available,
-        )
-    if options.block_size <= 0:
-        raise invalid(
-            "block_size", f"block-size must be positive, is {options.block_size}", value=options.block_size
         )
     per_block = block_bytes(
         config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype

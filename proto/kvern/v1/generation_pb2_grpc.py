@@ -41,6 +41,11 @@ class GenerationServiceStub:
                 request_serializer=kvern_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Stream = channel.unary_stream(
+                '/kvern.v1.GenerationService/Stream',
+                request_serializer=kvern_dot_v1_dot_generation__pb2.StreamRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_generation__pb2.StreamResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/kvern.v1.GenerationService/Cancel',
                 request_serializer=kvern_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
@@ -70,6 +75,14 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stream(self, request, context):
+        """Goes on with a request that was submitted under a name, on this or any other gateway, from an index on:
+        without gap or repeat, text included. Finished requests stay readable for a retention time.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -105,6 +118,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvern_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Stream': grpc.unary_stream_rpc_method_handler(
+                    servicer.Stream,
+                    request_deserializer=kvern_dot_v1_dot_generation__pb2.StreamRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_generation__pb2.StreamResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -156,6 +174,33 @@ class GenerationService:
             '/kvern.v1.GenerationService/Generate',
             kvern_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             kvern_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvern.v1.GenerationService/Stream',
+            kvern_dot_v1_dot_generation__pb2.StreamRequest.SerializeToString,
+            kvern_dot_v1_dot_generation__pb2.StreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

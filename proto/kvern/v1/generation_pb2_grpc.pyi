@@ -36,6 +36,10 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
+    Stream: _grpc.UnaryStreamMultiCallable[_generation_pb2.StreamRequest, _generation_pb2.StreamResponse]
+    """Goes on with a request that was submitted under a name, on this or any other gateway, from an index on:
+    without gap or repeat, text included. Finished requests stay readable for a retention time.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
@@ -49,6 +53,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
+    Stream: _aio.UnaryStreamMultiCallable[_generation_pb2.StreamRequest, _generation_pb2.StreamResponse]  # type: ignore[assignment]
+    """Goes on with a request that was submitted under a name, on this or any other gateway, from an index on:
+    without gap or repeat, text included. Finished requests stay readable for a retention time.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -65,6 +73,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Stream(
+        self,
+        request: _generation_pb2.StreamRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.StreamResponse], _abc.AsyncIterator[_generation_pb2.StreamResponse]]:
+        """Goes on with a request that was submitted under a name, on this or any other gateway, from an index on:
+        without gap or repeat, text included. Finished requests stay readable for a retention time.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(

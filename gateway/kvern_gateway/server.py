@@ -24,6 +24,7 @@ from kvern_gateway.http.protocol import Connection
 from kvern_gateway.limits import Limits
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.scheduler_client import SchedulerClient
+from kvern_gateway.strict_decode import add_strictly
 from kvern_gateway.text.tokenizer import ModelFilesError, load_text_model
 
 log = logging.getLogger("kvern.gateway")
@@ -132,7 +133,7 @@ class GatewayServer:
     async def start(self, host: str, http_port: int, grpc_port: int) -> tuple[int, int]:
         """Ports of HTTP and gRPC. Raises OSError when one is taken."""
         service = GenerationService(self.gateway)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, self._grpc.grpc)
+        add_strictly(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, self._grpc.grpc)
         self.failed = asyncio.get_running_loop().create_future()
         ports = await self._http.start(host, http_port), await self._grpc.start(f"{host}:{grpc_port}")
         self._tasks = [

@@ -15,6 +15,7 @@ from gateway.test_openai_client import saying
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvern.rpc.errors import error_from_rpc
 from kvern.rpc.packing import unpack_i32
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import sampling_pb2
@@ -162,9 +163,13 @@ async def test_list_models(served: Served) -> None:
 async def test_a_broken_message_is_refused_and_does_no_harm(served: Served) -> None:
     for path in ("Generate", "Tokenize"):
         call: Any = served.channel.unary_unary(f"/kvern.v1.GenerationService/{path}")
-        with pytest.raises(grpc.aio.AioRpcError):
-            # Field 2, the prompt, holds bytes that are no UTF-8.
-            await call(b"\x12\x02\xff\xfe", timeout=5)
+        # Field 2, the prompt, holds bytes that are no UTF-8; then no message at all.
+        for data in (b"\x12\x02\xff\xfe", b"\xff\xff"):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call(data, timeout=5)
+            error = error_from_rpc(raised.value)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (error.field, error.limit) == ("request", "a protobuf message whose strings are UTF-8")
     assert texts(await generate(served, prompt="x", sampling=sampling_pb2.SamplingParams(max_tokens=1)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,31 @@ def test_the_terminal_chat_answers(smollm: Running) -> None:
     assert answer.returncode == 0, answer.stderr
     assert "SmolLM2-135M-Instruct" in answer.stdout
     assert "Red" in answer.stdout
+
+
+@pytest.mark.slow
+def test_the_comparison_runs_the_same_load(smollm: Running) -> None:
+    words = (
+        "--num-prompts 2 --max-concurrency 2 --input-len 16 --output-len 4 --compare transformers-cb --json"
+    )
+    answer = subprocess.run(
+        [BIN / "kvern", "bench", "serve", "--port", str(smollm.http_port), *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert answer.returncode == 0, answer.stderr
+    ours = json.loads(answer.stdout)
+    theirs = ours["compare"]
+    assert theirs["backend"] == "transformers-cb"
+    for result in (ours, theirs):
+        assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (
+            2,
+            32,
+            8,
+        )
+        assert result["output_throughput"] > 0
+        assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
 
 
 def test_no_prompt_reaches_a_log(smollm: Running) -> None:

@@ -66,7 +66,7 @@ async def run(options: PathOptions) -> dict[str, Any]:
         after = bench.cpu_seconds()
     tokens = max(result["total_output_tokens"], 1)
     cpu = {name: after[name] - before.get(name, 0.0) for name in after}
-    cpu["client"] = result["client_cpu_us_per_event"] * tokens / 1e6
+    cpu["client"] = result["client_cpu_us_per_event"] * result["num_stream_events"] / 1e6
     return {
         "streams": options.streams,
         "store": options.store,

@@ -175,6 +175,7 @@ async def run(options: ServeOptions) -> dict[str, Any]:
             percentiles=options.percentiles,
             goodput_ms=options.goodput_ms,
         ),
+        "num_stream_events": num_events,
         "client_cpu_us_per_event": cpu * 1e6 / max(num_events, 1),
         "first_error": next((record.error for record in records if record.error), None),
         **(bench_metrics.detail(records) if options.save_detailed else {}),

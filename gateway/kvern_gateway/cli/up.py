@@ -124,22 +124,26 @@ async def _serve(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events of the first and of the second SIGINT, SIGTERM or SIGHUP."""
+    """Events of the first and of the second signal to end."""
     stop, kill = asyncio.Event(), asyncio.Event()
 
     def receive() -> None:
         (kill if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, receive)
+    # nohup's wish is respected.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, receive)
     return stop, kill
 
 
 @contextlib.contextmanager
 def _data_dir(data_dir: Path) -> Iterator[None]:
     """Holds the directory's lock, so that two servers do not write one store."""
-    data_dir.mkdir(parents=True, exist_ok=True)
+    # The store in it holds what users wrote.
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(data_dir / "lock", "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

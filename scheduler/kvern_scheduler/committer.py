@@ -184,9 +184,9 @@ class Committer:
         return [
             IndexEntries(
                 self._instance_of(group),
-                np.array([e.block for e in entries], np.uint32),
-                np.array([e.generation for e in entries], np.uint32),
-                b"".join(e.block_hash for e in entries),
+                np.concatenate([e.blocks for e in entries]),
+                np.concatenate([e.generations for e in entries]),
+                b"".join(block_hash for e in entries for block_hash in e.hashes),
             )
             for group, entries in by_group.items()
         ]

@@ -148,7 +148,8 @@ class Script:
             ]
             lines.append("tokens " + " ".join(shown))
         if changes.indexed:
-            lines.append("index blocks " + " ".join(f"{e.block}:{e.generation}" for e in changes.indexed))
+            shown = [self.blocks(entry.blocks, entry.generations) for entry in changes.indexed]
+            lines.append("index blocks " + " ".join(shown))
         for sequence in changes.finished:
             finish = sequence.finish
             assert finish is not None

@@ -103,22 +103,24 @@ class BlockPool:
             self._cached.pop(block, None)
         self._readers[blocks] += 1
 
-    def enter(self, block: int, block_hash: bytes) -> bool:
-        """Indexes a held block whose content is final. False where the hash is known already, by another block."""
-        if block_hash in self._index or self._indexed[block]:
-            return False
-        self._index[block_hash] = block
-        self._hashes[block] = block_hash
-        self._indexed[block] = True
-        return True
+    def enter(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+        """Indexes held blocks whose content is final. Returns the positions in ``blocks`` of those that were taken:
+        one whose hash is known already, by another block, or that is indexed itself, is not."""
+        index, known = self._index, self._hashes
+        entered = []
+        for position, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
+            if block_hash not in index and block not in known:
+                index[block_hash] = block
+                known[block] = block_hash
+                entered.append(position)
+        self._indexed[[blocks[position] for position in entered]] = True
+        return entered
 
     def restore(self, blocks: Sequence[int], hashes: Sequence[bytes], generations: Sequence[int]) -> None:
         """Indexes blocks that a worker's inventory vouches for, least recently used first. Only while nothing is held.
         Known hashes and blocks are left as they are."""
-        for block, block_hash, generation in zip(blocks, hashes, generations, strict=True):
-            self.generations[block] = generation
-            if self.enter(block, block_hash):
-                self._cached[block] = None
+        self.generations[blocks] = generations
+        self._cached.update((blocks[position], None) for position in self.enter(blocks, hashes))
         self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in self._cached]
 
     def drop_index(self) -> None:

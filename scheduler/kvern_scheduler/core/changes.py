@@ -33,12 +33,12 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Indexed:
-    """Blocks that entered a group's prefix index."""
+    """Blocks that entered a group's prefix index: parallel."""
 
     group: int
-    block: int
-    generation: int
-    block_hash: bytes
+    blocks: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint32]
+    hashes: list[bytes]
 
 
 @dataclass(slots=True)

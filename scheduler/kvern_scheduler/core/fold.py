@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import ROOT_HASH, extra_keys, hash_block
+from kvern.block_hash import hash_block
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
 from kvern_scheduler.core.errors import ProtocolError, RequestError
@@ -166,38 +166,45 @@ def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
     sequence = batch.sequences[slot]
     assert sequence is not None
     sequence.extend_hashes(until, group.block_size)
-    for index in range(first, until):
-        _enter(group, int(batch.table[slot, index]), sequence.hashes[index])
+    _enter(group, batch.table[slot, first:until].tolist(), sequence.hashes[first:until])
 
 
 def _complete_decoded(group: Group, slots: Slots, until: npt.NDArray[np.int64]) -> None:
     """One full block for each of ``slots``, from the recent tokens: into the log and the index."""
     batch, size = group.batch, group.block_size
-    positions = (until - 1)[:, None] * size + np.arange(size)
-    tokens = batch.recent[slots[:, None], positions % batch.recent.shape[1]]
-    packed, token_ids = tokens.tobytes(), tokens.tolist()
-    blocks = batch.table[slots, until - 1].tolist()
-    caching = group.limits.enable_prefix_caching
-    for row, (slot, end) in enumerate(zip(slots.tolist(), until.tolist(), strict=True)):
-        sequence = batch.sequences[slot]
+    ends = until * size
+    tokens = batch.recent[slots[:, None], (ends[:, None] + np.arange(-size, 0)) % batch.recent.shape[1]]
+    packed = tokens.tobytes()
+    sequences = [batch.sequences[slot] for slot in slots.tolist()]
+    outputs = (ends - batch.num_prompt[slots]).tolist()
+    end_of_row = 0
+    for sequence, num_output in zip(sequences, outputs, strict=True):
+        end_of_row += 4 * size
+        output = sequence.output
+        output.frombytes(packed[end_of_row - 4 * (num_output - len(output)) : end_of_row])
+    if not group.limits.enable_prefix_caching:
+        return
+    hashes = []
+    for sequence, token_ids, end in zip(sequences, tokens.tolist(), until.tolist(), strict=True):
         assert sequence is not None
-        logged = max(0, sequence.num_tokens - (end - 1) * size)
-        sequence.output.frombytes(packed[4 * (row * size + logged) : 4 * (row + 1) * size])
-        if not caching:
-            continue
-        if len(sequence.hashes) < end:
-            if len(sequence.hashes) < end - 1:
-                sequence.extend_hashes(end - 1, size)
-            parent = sequence.hashes[-1] if end > 1 else ROOT_HASH
-            salt = extra_keys(sequence.request.submission.cache_salt, end - 1) if end == 1 else None
-            sequence.add_hash(hash_block(parent, token_ids[row], salt))
-        _enter(group, blocks[row], sequence.hashes[end - 1])
+        known = len(sequence.hashes)
+        if known == end - 1 and known:
+            sequence.add_hash(hash_block(sequence.hashes[-1], token_ids))
+        elif known < end:
+            sequence.extend_hashes(end, size)
+        hashes.append(sequence.hashes[end - 1])
+    _enter(group, batch.table[slots, until - 1].tolist(), hashes)
 
 
-def _enter(group: Group, block: int, block_hash: bytes) -> None:
-    if group.pool.enter(block, block_hash):
-        generation = int(group.pool.generations[block])
-        group.changes.indexed.append(Indexed(group.index, block, generation, block_hash))
+def _enter(group: Group, blocks: list[int], hashes: list[bytes]) -> None:
+    """Indexes full, computed blocks, and tells the store of those that were new."""
+    entered = group.pool.enter(blocks, hashes)
+    if entered:
+        indexed = [blocks[i] for i in entered]
+        generations = group.pool.generations[indexed]
+        group.changes.indexed.append(
+            Indexed(group.index, np.array(indexed, np.uint32), generations, [hashes[i] for i in entered])
+        )
 
 
 def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -66,27 +67,21 @@ async def up(
         grpc_port=claim_port(options.host, options.grpc_port, "--grpc-port"),
     )
     stop, kill = _signals()
+    say = partial(console.print, markup=False, soft_wrap=True)
     with _data_dir(options.data_dir), _run_dir(options) as options:
-        supervisor = Supervisor(
-            stack_specs(options), say=lambda line: console.print(line, markup=False, soft_wrap=True)
-        )
+        supervisor = Supervisor(stack_specs(options), say)
         try:
             supervisor.start()
-            console.print(
-                f"Kvern starts {options.served_model_name} ({options.model})", markup=False, soft_wrap=True
-            )
+            say(f"Kvern starts {options.served_model_name} ({options.model})")
             if options.store == "memory":
-                console.print(
-                    "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them.",
-                    soft_wrap=True,
+                say(
+                    "Store: memory only. A restart of the scheduler loses all requests; --store redis keeps them."
                 )
             await _serve(options, console, times, supervisor, stop, while_serving)
-            console.print("Stopping; Ctrl-C once more stops at once")
+            say("Stopping; Ctrl-C once more stops at once")
             return 0
         except ChildFailed as failure:
-            console.print(
-                f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red", markup=False, soft_wrap=True
-            )
+            say(f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red")
             return 2
         finally:
             await supervisor.stop(kill)
@@ -259,4 +254,4 @@ def _greet(options: StackOptions, console: Console, times: StartTimes) -> None:
         f"  chat         kvern chat --base-url {base}",
         "  stop         Ctrl-C",
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, soft_wrap=True)

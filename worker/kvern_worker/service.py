@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -26,9 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.rpc.errors import KvernError, invalid
-from kvern.rpc.packing import pack_u32, unpack_u32
+from kvern.rpc.packing import pack_u32
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc
+from kvern_worker.compute_thread import ComputeThread
+from kvern_worker.plan_checks import check_plan, claimed, failed_step, is_empty
 
 SERVICE_NAME = "kvern.v1.WorkerService"
 HEARTBEAT_S = 0.25
@@ -93,109 +94,6 @@ class Progress:
     def ready(self) -> None:
         with self._lock:
             self.phase = worker_pb2.WORKER_PHASE_READY
-
-
-def check_plan(plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int) -> None:
-    """Raises INVALID_ARGUMENT where an array is ragged, or names a slot or block that does not exist."""
-    for slots_field, others in (
-        ("append_slots", ("append_blocks", "append_generations")),
-        ("copy_sources", ("copy_targets",)),
-        ("prefill_slots", ("prefill_lengths",)),
-    ):
-        size = len(getattr(plan, slots_field))
-        for other in others:
-            if len(getattr(plan, other)) != size:
-                raise invalid(other, f"step {plan.step}: {other} and {slots_field} differ in length")
-    for field, limit in (
-        ("released_slots", max_num_seqs),
-        ("append_slots", max_num_seqs),
-        ("append_blocks", num_blocks),
-        ("copy_sources", num_blocks),
-        ("copy_targets", num_blocks),
-        ("prefill_slots", max_num_seqs),
-        ("decode_slots", max_num_seqs),
-    ):
-        packed = getattr(plan, field)
-        if packed:
-            _check_below(plan, field, packed, limit)
-    for new in plan.new_sequences:
-        if new.slot >= max_num_seqs:
-            raise invalid("slot", f"step {plan.step}: slot {new.slot} is not below {max_num_seqs}")
-        if len(new.block_ids) != len(new.block_generations):
-            raise invalid("block_ids", f"step {plan.step}: block_ids and block_generations differ in length")
-        if len(new.token_ids) % 4 or not new.token_ids:
-            raise invalid("token_ids", f"step {plan.step}: token_ids are empty or ragged")
-        if new.block_ids:
-            _check_below(plan, "block_ids", new.block_ids, num_blocks)
-
-
-def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: int) -> None:
-    if len(packed) % 4:
-        raise invalid(field, f"step {plan.step}: {field} has {len(packed)} bytes, not a multiple of 4")
-    largest = int(unpack_u32(packed).max())
-    if largest >= limit:
-        raise invalid(field, f"step {plan.step}: {field} names {largest}", value=largest, limit=limit - 1)
-
-
-def _is_empty(plan: worker_pb2.StepPlan) -> bool:
-    """A plan without content: a leader's first word, by which it claims the batch before it takes the inventory."""
-    return not (
-        plan.decode_slots
-        or plan.prefill_slots
-        or plan.new_sequences
-        or plan.released_slots
-        or plan.append_slots
-        or plan.copy_sources
-    )
-
-
-def _claim(plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
-    return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
-
-
-def failed_step(plan: worker_pb2.StepPlan, error: BaseException) -> worker_pb2.StepResult:
-    """The result of a step whose computation raised: every sequence in it failed, with INTERNAL."""
-    pb = KvernError(
-        error_pb2.ERROR_CODE_INTERNAL, f"the worker failed in this request's step: {type(error).__name__}"
-    ).to_pb()
-    slots = [*unpack_u32(plan.prefill_slots).tolist(), *unpack_u32(plan.decode_slots).tolist()]
-    return worker_pb2.StepResult(
-        epoch=plan.epoch,
-        step=plan.step,
-        errors=[worker_pb2.SlotError(slot=slot, error=pb) for slot in slots],
-    )
-
-
-class ComputeThread:
-    """Runs calls one after another in one thread; each result goes to ``done`` in the event loop.
-
-    A SimpleQueue wakes the thread within tens of microseconds; a pool's future would cost twice that.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """``done`` gets the result, or the exception that ``call`` raised."""
-        self._calls.put((call, done))
-
-    def stop(self) -> None:
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, done = item
-            try:
-                outcome = call()
-            except BaseException as error:
-                outcome = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the outcome
-                self._loop.call_soon_threadsafe(done, outcome)
 
 
 class _Stream:
@@ -401,7 +299,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         assert self._executor is not None
         started = time.perf_counter()
         try:
-            result = _claim(plan) if _is_empty(plan) else self._executor.run(plan)
+            result = claimed(plan) if is_empty(plan) else self._executor.run(plan)
         except KvernError:
             raise
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from kvern_scheduler.core.requests import sequence_seed
 from kvern_worker.sim import continue_greedily
 
 PROMPT = list(range(30, 60))
-CONFIG = replace(SIM, step_us=2000)
+CONFIG = replace(SIM, step_us=5000)
 WORKER = """
 import asyncio, sys
 from kvern_worker.service import serve
@@ -44,7 +45,10 @@ class Processes:
                 "--redis-url", f"unix://{socket}",
             ],
         }  # fmt: skip
+        standby = list(self.commands["scheduler"])
+        self.standby_address = standby[4] = self.address + "2"
         self.running = {name: subprocess.Popen(command) for name, command in self.commands.items()}
+        self.commands["standby"] = standby
 
     def kill(self, name: str) -> None:
         self.running[name].kill()
@@ -104,3 +108,38 @@ async def test_kills_of_everything_lose_no_token(processes: Processes) -> None:
         whole = outputs[choice] + gateway.tokens.get(1 + choice, [])
         assert whole == continue_greedily(PROMPT, 350, SIM, sequence_seed(7, choice))
     assert gateway.welcome is not None and gateway.welcome.epoch == 3
+
+
+async def test_a_frozen_leader_is_replaced_and_fenced(processes: Processes) -> None:
+    first = await open_gateway(processes.address)
+    await first.submit(1, PROMPT, 350, request_id="a")
+    await first.until(lambda: len(first.tokens.get(1, [])) > 20)
+    processes.start("standby")
+    await asyncio.sleep(0.5)
+    zombie = processes.running["scheduler"]
+    zombie.send_signal(signal.SIGSTOP)
+    seen = first.tokens[1]
+    second = await open_gateway(processes.standby_address)
+    await second.send(attaches=[session_pb2.Attach(handle=1, request_id="a", next_index=[len(seen)])])
+    await second.until(lambda: len(second.tokens.get(1, [])) > 20)
+    zombie.send_signal(signal.SIGCONT)
+    assert await asyncio.to_thread(zombie.wait, 10) == 3
+    await second.finish(1, timeout=30)
+    assert first.tokens[1] == seen, "the zombie showed nothing that its successor would not have"
+    assert seen + second.tokens[1] == continue_greedily(PROMPT, 350, SIM)
+    await first.close()
+    await second.close()
+
+
+async def test_a_frozen_worker_is_noticed(processes: Processes) -> None:
+    gateway = await open_gateway(processes.address)
+    await gateway.submit(1, PROMPT, 200)
+    await gateway.until(lambda: len(gateway.tokens.get(1, [])) > 20)
+    processes.running["worker"].send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(3.0):
+        while (await gateway.status()).groups[0].ready:
+            await asyncio.sleep(0.02)
+    processes.running["worker"].send_signal(signal.SIGCONT)
+    await gateway.finish(1)
+    assert gateway.tokens[1] == continue_greedily(PROMPT, 200, SIM)
+    await gateway.close()

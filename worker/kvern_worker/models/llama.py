@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 import kvern_kernels as kernels
@@ -85,15 +87,25 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, loader: WeightLoader, cos_sin: Tensor) -> None:
         self.config = config
         self.cos_sin = cos_sin
-        self.embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = loader.map(lambda index: LlamaLayer(config, index, loader), config.num_layers)
-        self.norm = loader.tensor("model.norm.weight", config.hidden_size)
+        # The embedding and the head first: they take longest.
+        ends, *self.layers = loader.side_by_side(
+            lambda: self._load_ends(loader),
+            *(partial(LlamaLayer, config, index, loader) for index in range(config.num_layers)),
+        )
+        self.embedding, self.norm, self.head = ends
+        loader.finish(*(["lm_head.weight"] if config.tie_word_embeddings else []))
+
+    def _load_ends(self, loader: WeightLoader) -> tuple[Tensor, Tensor, kernels.PackedLinear]:
+        config = self.config
+        embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        norm = loader.tensor("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self.head = loader.head("model.embed_tokens.weight", self.embedding)
-            loader.finish("lm_head.weight")
-        else:
-            self.head = loader.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
-            loader.finish()
+            return embedding, norm, loader.head("model.embed_tokens.weight", embedding)
+        return (
+            embedding,
+            norm,
+            loader.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False),
+        )
 
     def forward(self, step: StepInputs, cache: KvCache) -> tuple[Tensor, Tensor]:
         """Runs the layers and fills the cache; returns (hidden, residual), [T, hidden_size] each, for

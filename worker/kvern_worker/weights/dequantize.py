@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Elements converted at a time: the temporaries stay in the cache.
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 
 
 def dequantize_into(blocks: Tensor, type_name: str, out: Tensor) -> None:

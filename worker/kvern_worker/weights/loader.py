@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 import kvern_kernels as kernels
 from kvern.rpc.errors import invalid
 from kvern_worker.weights.source import TensorSource
-
-T = TypeVar("T")
 
 # Quantized formats that kernels.linear multiplies by as they are.
 PACKED_KINDS = ("Q4_0", "Q4_1", "Q8_0")
@@ -26,7 +24,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 class WeightLoader:
     """Reads tensors of ``source`` as ``dtype``. ``on_bytes`` hears how many bytes of the file each one took.
 
-    ``threads`` tensors are read at a time by :meth:`map`; each by one thread, because the many short operations
+    ``threads`` tensors are read at a time by :meth:`side_by_side`; each by one thread, because the many short operations
     of dequantising would spend their time at the barriers of a pool.
     """
 
@@ -48,10 +46,10 @@ class WeightLoader:
         self.num_parameters = 0
         self.num_bytes = 0
 
-    def map(self, build: Callable[[int], T], count: int) -> list[T]:
-        """``[build(0), build(1), …]``, side by side. Raises what the first failing one raised."""
+    def side_by_side(self, *builds: Callable[[], Any]) -> list[Any]:
+        """What each of ``builds`` returns, in their order. Raises what the first failing one raised."""
         with ThreadPoolExecutor(self._threads, "load") as pool:
-            return list(pool.map(build, range(count)))
+            return [future.result() for future in [pool.submit(build) for build in builds]]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""

@@ -98,6 +98,16 @@ struct Ops {
   void (*gate)(const Gate&);
 };
 
+constexpr int OK = 0, OUT_OF_RANGE = 1;
+
+// The ops of the variant in use.
+const Ops& active();
+// A cache from its shape: blocks, heads, block_size, dim, type, four strides of keys, four of values.
+Cache cache_of(void* keys, void* values, const int64_t* shape);
+// Whether every index that a call would follow stays inside its tensor.
+bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks);
+bool slots_fit(const Rope& a);
+
 // Grows, never shrinks; one per calling thread. Slots 0 to 3 are separate buffers.
 void* scratch(int slot, int64_t bytes);
 

@@ -95,8 +95,18 @@ __attribute__((constructor)) static void find_variants() {
 #endif
 }
 
-// Whether every index that a call would follow stays inside its tensor.
-static bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks) {
+const Ops& active() { return *current; }
+
+bool slots_fit(const Rope& a) {
+  const int64_t slot_count = a.cache.blocks * a.cache.block_size;
+  for (int64_t i = 0; i < a.tokens; ++i) {
+    int64_t position = a.positions_64 ? ((const int64_t*)a.positions)[i] : ((const int32_t*)a.positions)[i];
+    if (position < 0 || position >= a.max_positions || a.slots[i] >= slot_count) return false;
+  }
+  return true;
+}
+
+bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks) {
   for (int64_t s = 0; s < a.sequences; ++s) {
     int64_t length = a.seq_lens[s], from = a.query_start[s], to = a.query_start[s + 1];
     int64_t blocks = (length + a.cache.block_size - 1) / a.cache.block_size;
@@ -110,8 +120,7 @@ static bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks) {
   return true;
 }
 
-static Cache cache_of(void* keys, void* values, const int64_t* shape) {
-  // shape: blocks, heads, block_size, dim, type, four strides of keys, four of values
+Cache cache_of(void* keys, void* values, const int64_t* shape) {
   Cache c = {keys, values, {}, {}, shape[0], shape[1], shape[2], shape[3], (Type)shape[4]};
   memcpy(c.key_strides, shape + 5, sizeof c.key_strides);
   memcpy(c.value_strides, shape + 9, sizeof c.value_strides);
@@ -133,8 +142,6 @@ static uint16_t times_minus_8(const uint8_t* half) {
 using namespace kvern;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-constexpr int OK = 0, OUT_OF_RANGE = 1;
-
 EXPORT int kvern_variant_count() { return variant_count; }
 EXPORT const char* kvern_variant_name(int i) { return variants[i].name; }
 EXPORT const char* kvern_variant() { return current->name; }
@@ -192,6 +199,7 @@ EXPORT void kvern_pack_gguf(int threads, const uint8_t* blocks, int kind, uint8_
 
 EXPORT void kvern_linear(int threads, const void* x, int64_t x_row, int x_type, const void* weight, int weight_type,
                          const void* bias, void* y, int64_t m, int64_t n, int64_t k) {
+  if (m == 0 || n == 0) return;
   current->linear({x, x_row, (Type)x_type, weight, (Type)weight_type, (const float*)bias, y, m, n, k, threads});
 }
 
@@ -216,11 +224,7 @@ EXPORT int kvern_rope_and_store(int threads, const void* q, int64_t q_row, int64
   Rope a = {{q, q_row, q_head, t}, {k, k_row, k_head, t}, {v, v_row, v_head, t}, q_out, tokens, query_heads, positions,
             positions_64 != 0, cos_sin, max_positions, rotary, slots, cache_of(keys, values, shape), interleaved != 0,
             q_norm, k_norm, (Type)norm_type, eps, threads};
-  const int64_t slot_count = a.cache.blocks * a.cache.block_size;
-  for (int64_t i = 0; i < tokens; ++i) {
-    int64_t position = positions_64 ? ((const int64_t*)positions)[i] : ((const int32_t*)positions)[i];
-    if (position < 0 || position >= max_positions || slots[i] >= slot_count) return OUT_OF_RANGE;
-  }
+  if (!slots_fit(a)) return OUT_OF_RANGE;
   current->rope_and_store(a);
   return OK;
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvern_kernels.decoder import Decoder as Decoder
+    from kvern_kernels.decoder import DecoderLayer as DecoderLayer
     from kvern_kernels.dispatch import select as select
     from kvern_kernels.reference import PackedLinear as PackedLinear
     from kvern_kernels.reference import add_rms_norm as add_rms_norm
@@ -16,11 +18,13 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import gelu_and_mul as gelu_and_mul
     from kvern_kernels.reference import linear as linear
     from kvern_kernels.reference import new_kv_cache as new_kv_cache
+    from kvern_kernels.reference import pack_decoder as pack_decoder
     from kvern_kernels.reference import pack_gguf as pack_gguf
     from kvern_kernels.reference import pack_linear as pack_linear
     from kvern_kernels.reference import paged_attention as paged_attention
     from kvern_kernels.reference import rms_norm as rms_norm
     from kvern_kernels.reference import rope_and_store as rope_and_store
+    from kvern_kernels.reference import run_decoder as run_decoder
     from kvern_kernels.reference import silu_and_mul as silu_and_mul
 
 OPS = (
@@ -35,11 +39,17 @@ OPS = (
     "gelu_and_mul",
     "copy_blocks",
     "new_kv_cache",
+    "pack_decoder",
+    "run_decoder",
 )
 
 
 def __getattr__(name: str) -> Any:
     """Resolve an op at its first use; afterwards it is an ordinary module attribute."""
+    if name in ("Decoder", "DecoderLayer"):
+        from kvern_kernels import decoder
+
+        return getattr(decoder, name)
     if name not in OPS and name not in ("PackedLinear", "select"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvern_kernels import dispatch

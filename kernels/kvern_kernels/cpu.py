@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvern_kernels import library, reference
 _library = library.load()
 NAME = f"cpu/{_library.kvern_variant().decode()}"
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GGUF_GROUP = {"Q4_0": (3, 320), "Q4_1": (3, 320), "Q8_0": (4, 544)}  # type, bytes of 16 outputs x 32
 _HUGE_PAGE = 2 << 20
 _threads = torch.get_num_threads
@@ -52,7 +53,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
 
     The result owns its memory; `weight` may be freed.
     """
-    if weight.device.type != "cpu" or weight.dtype not in _TYPES:
+    if weight.device.type != "cpu" or weight.dtype not in TYPES:
         return reference.pack_linear(weight, bias)
     if weight.dtype == torch.float16:
         weight = weight.float()
@@ -60,8 +61,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     n, k = weight.shape
     depth = 32 if weight.dtype == torch.bfloat16 else 1
     panels = _aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
-    _library.kvern_pack(_threads(), weight.data_ptr(), _TYPES[weight.dtype], panels.data_ptr(), n, k)
-    return _packed(panels, _TYPES[weight.dtype], n, k, bias)
+    _library.kvern_pack(_threads(), weight.data_ptr(), TYPES[weight.dtype], panels.data_ptr(), n, k)
+    return _packed(panels, TYPES[weight.dtype], n, k, bias)
 
 
 def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
@@ -107,7 +108,7 @@ def _aligned(count: int, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, packed: PackedLinear | reference.PackedLinear) -> Tensor:
     """x [T, K] → x·Wᵀ + b, [T, N], in x's dtype. Raises ValueError on a wrong width."""
-    x_type = _TYPES.get(x.dtype)
+    x_type = TYPES.get(x.dtype)
     if x_type is None or not isinstance(packed, PackedLinear):
         return reference.linear(x, packed)  # type: ignore[arg-type]
     m, k = x.shape
@@ -126,7 +127,7 @@ def linear(x: Tensor, packed: PackedLinear | reference.PackedLinear) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See reference.rms_norm."""
-    x_type, weight_type = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+    x_type, weight_type = TYPES.get(x.dtype), TYPES.get(weight.dtype)
     if x_type is None or weight_type is None or x.dim() != 2:
         return reference.rms_norm(x, weight, eps)
     x = _dense(x)
@@ -142,7 +143,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See reference.add_rms_norm."""
-    x_type, weight_type = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+    x_type, weight_type = TYPES.get(x.dtype), TYPES.get(weight.dtype)
     if x_type is None or weight_type is None or x.dtype != residual.dtype or x.dim() != 2:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = _dense(x), _dense(residual)
@@ -170,7 +171,7 @@ def gelu_and_mul(x: Tensor) -> Tensor:
 
 
 def _gated(x: Tensor, gelu: bool) -> Tensor:
-    x_type = _TYPES.get(x.dtype)
+    x_type = TYPES.get(x.dtype)
     if x_type is None or x.dim() != 2:
         return reference.gelu_and_mul(x) if gelu else reference.silu_and_mul(x)
     x = _dense(x)
@@ -195,12 +196,12 @@ def rope_and_store(
     eps: float = 1e-6,
 ) -> Tensor:
     """See reference.rope_and_store. Raises ValueError on a position or slot out of range."""
-    type_ = _TYPES.get(q.dtype)
-    norm_type = 0 if q_norm is None else _TYPES.get(q_norm.dtype)
+    type_ = TYPES.get(q.dtype)
+    norm_type = 0 if q_norm is None else TYPES.get(q_norm.dtype)
     same = q.dtype == k.dtype == v.dtype and (q_norm is None) == (k_norm is None)
     if q_norm is not None and k_norm is not None:
         same = same and q_norm.dtype == k_norm.dtype
-    if type_ is None or norm_type is None or not same or k_cache.dtype not in _TYPES or q.shape[2] > 1024:
+    if type_ is None or norm_type is None or not same or k_cache.dtype not in TYPES or q.shape[2] > 1024:
         return reference.rope_and_store(
             *(q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache, interleaved, q_norm, k_norm, eps)
         )
@@ -220,7 +221,7 @@ def rope_and_store(
         *(_threads(), q.data_ptr(), q_row, q_head, k.data_ptr(), k_row, k_head, v.data_ptr(), v_row, v_head),
         *(type_, out.data_ptr(), tokens, heads, positions.data_ptr(), positions.dtype == torch.int64),
         *(cos_sin.data_ptr(), cos_sin.shape[0], cos_sin.shape[1], slot_mapping.data_ptr()),
-        *(k_cache.data_ptr(), v_cache.data_ptr(), _layout(k_cache, v_cache), interleaved),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), cache_layout(k_cache, v_cache), interleaved),
         *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr()),
         *(norm_type, eps),
     )
@@ -244,8 +245,8 @@ def paged_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """See reference.paged_attention. Raises ValueError when a length or block id is out of range."""
-    type_ = _TYPES.get(q.dtype)
-    if type_ is None or k_cache.dtype not in _TYPES:
+    type_ = TYPES.get(q.dtype)
+    if type_ is None or k_cache.dtype not in TYPES:
         return reference.paged_attention(
             *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap)
         )
@@ -257,18 +258,12 @@ def paged_attention(
             f"paged_attention: q {tuple(q.shape)} and cache {tuple(k_cache.shape)} do not fit: the head sizes "
             "must be equal and the query heads a multiple of the key heads"
         )
-    for name, tensor in (
-        ("block_tables", block_tables),
-        ("query_start", query_start),
-        ("seq_lens", seq_lens),
-    ):
-        if tensor.dtype != torch.int32 or (tensor.stride(-1) != 1 and tensor.numel() > 1):
-            raise ValueError(f"paged_attention: {name} must be int32 and dense, not {tensor.dtype}")
+    check_tables(block_tables, query_start, seq_lens)
     q_row, q_head, _ = q.stride()
     out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     status = _attention(
         *(_threads(), q.data_ptr(), q_row, q_head, type_, out.data_ptr(), tokens, heads),
-        *(k_cache.data_ptr(), v_cache.data_ptr(), _layout(k_cache, v_cache), block_tables.data_ptr()),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), cache_layout(k_cache, v_cache), block_tables.data_ptr()),
         *(block_tables.stride(0), block_tables.shape[1], query_start.data_ptr(), seq_lens.data_ptr()),
         *(seq_lens.shape[0], scale, softcap, window),
     )
@@ -304,7 +299,27 @@ def _check_width(op: str, weight: Tensor, dim: int) -> None:
         raise ValueError(f"{op}: weight {tuple(weight.shape)} must be dense and of x's width, {dim}")
 
 
-def _layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int64]:
+def check_tables(block_tables: Tensor, query_start: Tensor, seq_lens: Tensor) -> None:
+    """Raises ValueError unless all three are int32 with a dense last dimension."""
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("query_start", query_start),
+        ("seq_lens", seq_lens),
+    ):
+        if tensor.dtype != torch.int32 or (tensor.stride(-1) != 1 and tensor.numel() > 1):
+            raise ValueError(f"paged_attention: {name} must be int32 and dense, not {tensor.dtype}")
+
+
+def run_stack(layers: ctypes.Array[Any], count: int, step: ctypes.Structure) -> None:
+    """The layers of cpu_decoder in one call. Raises ValueError on an index out of range."""
+    if _library.kvern_decoder(_threads(), layers, count, ctypes.byref(step)):
+        raise ValueError(
+            "run_decoder: positions, slots, query_start, seq_lens or block_tables reach outside the rotary table, "
+            "the batch or the cache"
+        )
+
+
+def cache_layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int64]:
     """Shape and strides of a cache for the library, kept on the tensor since they never change."""
     known = getattr(k_cache, "_kvern_layout", None)
     if known is not None and known[0] == v_cache.data_ptr():
@@ -313,7 +328,11 @@ def _layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int64]:
         raise ValueError(
             f"the key cache {tuple(k_cache.shape)} differs from the value cache {tuple(v_cache.shape)}"
         )
-    values = [*k_cache.shape, _TYPES[k_cache.dtype], *k_cache.stride(), *v_cache.stride()]
+    values = [*k_cache.shape, TYPES[k_cache.dtype], *k_cache.stride(), *v_cache.stride()]
     layout = (ctypes.c_int64 * len(values))(*values)
     k_cache._kvern_layout = (v_cache.data_ptr(), layout)  # type: ignore[attr-defined]
     return layout
+
+
+# Last, since it builds on the ops above.
+from kvern_kernels.cpu_decoder import pack_decoder, run_decoder  # noqa: E402, F401

@@ -8,12 +8,16 @@ D head size, I the inner width of an MLP.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 
 NAME = "reference"
 
@@ -226,3 +230,33 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     buffer = np.zeros(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     return torch.from_numpy(buffer)[start : start + size].view(dtype).view(shape)
+
+
+def pack_decoder(
+    layers: Sequence[DecoderLayer],
+    cos_sin: Tensor,
+    num_heads: int,
+    eps: float,
+    scale: float,
+    softcap: float = 0.0,
+    interleaved: bool = False,
+    gelu: bool = False,
+) -> Decoder:
+    """Prepare `layers` for run_decoder. The tensors must stay where they are in memory."""
+    return Decoder(layers, cos_sin, num_heads, eps, scale, softcap, interleaved, gelu)
+
+
+def run_decoder(
+    decoder: Decoder,
+    hidden: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, D] through all layers → (hidden, residual), [T, D] each; their sum is the result, to be
+    normed by add_rms_norm. The other arguments are those of rope_and_store and paged_attention.
+    """
+    step = (positions, slot_mapping, block_tables, query_start, seq_lens)
+    return run_layers(sys.modules[__name__], decoder, hidden, *step)

@@ -1,0 +1,123 @@
+"""The C++ backend's stack of decoder layers: structures of csrc/decoder.cpp, filled once, run per step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvern_kernels import cpu
+from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("type", c_int64), ("n", c_int64), ("k", c_int64)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
+        *[(name, _Projection) for name in ("qkv", "o", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("keys", "values", "shape")],
+        ("window", c_int64),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("hidden", "hidden_out", "residual_out")],
+        *[(name, c_int64) for name in ("type", "norm_type", "tokens", "width", "query_heads")],
+        ("positions", c_void_p),
+        ("positions_64", c_int64),
+        ("cos_sin", c_void_p),
+        *[(name, c_int64) for name in ("max_positions", "rotary", "interleaved")],
+        *[(name, c_void_p) for name in ("slots", "tables")],
+        *[(name, c_int64) for name in ("table_row", "max_blocks")],
+        *[(name, c_void_p) for name in ("query_start", "seq_lens")],
+        *[(name, c_int64) for name in ("sequences", "gelu")],
+        *[(name, c_float) for name in ("scale", "softcap", "eps")],
+    ]
+
+
+def pack_decoder(
+    layers: Sequence[DecoderLayer],
+    cos_sin: Tensor,
+    num_heads: int,
+    eps: float,
+    scale: float,
+    softcap: float = 0.0,
+    interleaved: bool = False,
+    gelu: bool = False,
+) -> Decoder:
+    """See reference.pack_decoder. Layers that hold what the C++ stack does not know run op by op."""
+    structs = None
+    if layers and all(_fits(layer, layers[0]) for layer in layers) and cos_sin.is_contiguous():
+        structs = (_Layer * len(layers))(*[_struct(layer) for layer in layers])
+    return Decoder(layers, cos_sin, num_heads, eps, scale, softcap, interleaved, gelu, structs)
+
+
+def _fits(layer: DecoderLayer, first: DecoderLayer) -> bool:
+    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    like = (first.qkv, first.o, first.gate_up, first.down)
+    norms = [n for n in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm) if n is not None]
+    return (
+        all(isinstance(linear, cpu.PackedLinear) for linear in linears)
+        and [(p.out_features, p.in_features) for p in linears]
+        == [(p.out_features, p.in_features) for p in like]
+        and all(norm.dtype == first.input_norm.dtype and norm.is_contiguous() for norm in norms)
+        and first.input_norm.dtype in cpu.TYPES
+        and layer.keys.dtype in cpu.TYPES
+        and layer.keys.shape[3] <= 1024
+    )
+
+
+def _struct(layer: DecoderLayer) -> _Layer:
+    def projection(p: Any) -> _Projection:
+        return _Projection(p.address, p.bias_address, p.type, p.out_features, p.in_features)
+
+    def address(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    return _Layer(
+        *(address(x) for x in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)),
+        *(projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(layer.keys.data_ptr(), layer.values.data_ptr()),
+        ctypes.addressof(cpu.cache_layout(layer.keys, layer.values)),
+        layer.window,
+    )
+
+
+def run_decoder(
+    decoder: Decoder,
+    hidden: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See reference.run_decoder. Raises ValueError on an index out of range."""
+    if decoder.structs is None or hidden.dtype not in cpu.TYPES:
+        step = (positions, slot_mapping, block_tables, query_start, seq_lens)
+        return run_layers(cpu, decoder, hidden, *step)
+    cpu.check_tables(block_tables, query_start, seq_lens)
+    hidden, slot_mapping = hidden.contiguous(), slot_mapping.contiguous()
+    first = decoder.layers[0]
+    out, residual = torch.empty_like(hidden), torch.empty_like(hidden)
+    if hidden.shape[0] == 0:
+        return out, residual
+    step_struct = _Step(
+        *(hidden.data_ptr(), out.data_ptr(), residual.data_ptr()),
+        *(cpu.TYPES[hidden.dtype], cpu.TYPES[first.input_norm.dtype], *hidden.shape, decoder.num_heads),
+        *(positions.data_ptr(), positions.dtype == torch.int64),
+        *(decoder.cos_sin.data_ptr(), *decoder.cos_sin.shape, decoder.interleaved),
+        *(slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), block_tables.shape[1]),
+        *(query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0], decoder.gelu),
+        *(decoder.scale, decoder.softcap, decoder.eps),
+    )
+    cpu.run_stack(decoder.structs, len(decoder.layers), step_struct)
+    return out, residual

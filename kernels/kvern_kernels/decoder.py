@@ -1,0 +1,87 @@
+"""A stack of decoder layers as one op: `pack_decoder` once, `run_decoder` per step.
+
+Here are its data and its meaning, op by op; cpu_decoder runs it in one call, which saves some 80 µs of
+Python per layer and step, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights and cache of one pre-norm layer (Llama, Mistral, Qwen2, Qwen3).
+
+    `qkv` projects to the query, key and value heads one after the other, `gate_up` to gate and up. The
+    linears come from pack_linear or pack_gguf; `keys` and `values` from new_kv_cache. `window`: 0 or the
+    number of keys that a query sees.
+    """
+
+    input_norm: Tensor
+    qkv: Any
+    o: Any
+    post_norm: Tensor
+    gate_up: Any
+    down: Any
+    keys: Tensor
+    values: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What pack_decoder returns."""
+
+    layers: Sequence[DecoderLayer]
+    cos_sin: Tensor
+    num_heads: int
+    eps: float
+    scale: float
+    softcap: float
+    interleaved: bool
+    gelu: bool
+    structs: Any = None  # ctypes array of _Layer where the C++ stack serves, else None
+
+
+def run_layers(
+    ops: ModuleType,
+    decoder: Decoder,
+    hidden: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """run_decoder op by op, with the functions of the module `ops`."""
+    residual = None
+    gate = ops.gelu_and_mul if decoder.gelu else ops.silu_and_mul
+    for layer in decoder.layers:
+        if residual is None:
+            residual, normed = hidden, ops.rms_norm(hidden, layer.input_norm, decoder.eps)
+        else:
+            normed, residual = ops.add_rms_norm(hidden, residual, layer.input_norm, decoder.eps)
+        kv_heads, dim = layer.keys.shape[1], layer.keys.shape[3]
+        heads = ops.linear(normed, layer.qkv).view(normed.shape[0], -1, dim)
+        q, k, v = heads.split_with_sizes([decoder.num_heads, kv_heads, kv_heads], 1)
+        q = ops.rope_and_store(
+            *(q, k, v, positions, decoder.cos_sin, slot_mapping, layer.keys, layer.values),
+            *(decoder.interleaved, layer.q_norm, layer.k_norm, decoder.eps),
+        )
+        mixed = ops.paged_attention(
+            *(q, layer.keys, layer.values, block_tables, query_start, seq_lens),
+            *(decoder.scale, layer.window, decoder.softcap),
+        )
+        hidden = ops.linear(mixed.view(mixed.shape[0], -1), layer.o)
+        normed, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, decoder.eps)
+        hidden = ops.linear(gate(ops.linear(normed, layer.gate_up)), layer.down)
+    assert residual is not None
+    return hidden, residual

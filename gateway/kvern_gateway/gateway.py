@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvern.block_hash import hash_prompt, join_hashes
 from kvern.rpc.errors import KvernError
 from kvern.rpc.packing import pack_i32
-from kvern.v1 import session_pb2
+from kvern.v1 import generation_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.limits import Limits
@@ -119,17 +119,30 @@ class Gateway:
     def text_options(
         self, fields: Fields, params: SamplingParams, *, default_skip: bool = True
     ) -> TextOptions:
-        end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end_ids |= self.facts().eos_token_ids
         return TextOptions(
             self.decoders,
             stop_strings(fields, self.limits),
             include_stop=fields.boolean("include_stop_str_in_output"),
             skip_special=fields.boolean("skip_special_tokens", default_skip),
-            end_ids=end_ids,
+            end_ids=self._end_ids(params),
             min_tokens=params.min_tokens,
         )
+
+    def attached_options(self, submit: session_pb2.Submit) -> TextOptions:
+        """The options of a request that any gateway submitted."""
+        context = generation_pb2.GenerateRequest.FromString(submit.gateway_context)
+        return TextOptions(
+            self.decoders,
+            list(context.stop),
+            include_stop=context.include_stop_in_output,
+            skip_special=not context.keep_special_tokens,
+            end_ids=self._end_ids(submit.params),
+            min_tokens=submit.params.min_tokens,
+        )
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids)
+        return stop_ids if params.ignore_eos else stop_ids | self.facts().eos_token_ids
 
     def bad_word_ids(self, fields: Fields) -> list[int]:
         """Ids of words that are one token each, with and without a space before them."""
@@ -150,7 +163,12 @@ class Gateway:
         return ids
 
     def submit(
-        self, prompt_ids: list[int], params: SamplingParams, identity: Identity, routing: Routing
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: TextOptions,
+        identity: Identity,
+        routing: Routing,
     ) -> Generation:
         """Raises KvernError UNAVAILABLE; the scheduler's own answer comes by ``Generation.admitted``."""
         welcome = self.client.welcome
@@ -170,6 +188,7 @@ class Gateway:
                 cache_salt=routing.cache_salt,
                 priority=routing.priority,
                 deadline_unix_ms=identity.deadline_unix_ms,
+                gateway_context=options.context(),
                 resumable=identity.resumable,
                 model=welcome.model.name,
                 traceparent=identity.traceparent,

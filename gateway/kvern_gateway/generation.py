@@ -19,6 +19,8 @@ class Canceller(Protocol):
 
     def cancel_choices(self, choices: Sequence[Choice], *, stopped: bool) -> None: ...
 
+    def forget(self, generation: Generation) -> None: ...
+
 
 class Sink(Protocol):
     """Where a choice's events go. Methods return at once and raise nothing on a slow or lost client."""
@@ -78,19 +80,35 @@ class Choice:
 
 
 class Generation:
-    """A submitted request: n choices under consecutive handles."""
+    """A submitted request: n choices under consecutive handles.
 
-    def __init__(self, submit: session_pb2.Submit, first_handle: int, client: Canceller) -> None:
+    ``attached``: it was submitted before, and ``submit`` holds only its id until it is admitted.
+    """
+
+    def __init__(self, submit: session_pb2.Submit, client: Canceller, attached: bool = False) -> None:
         self.submit = submit
-        self.choices = [Choice(self, index, first_handle + index) for index in range(submit.n)]
+        self.attached = attached
+        self.choices = self._create_choices()
         self.sink: Sink | None = None
         self.error: KvernError | None = None
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent_at = 0.0
         self._client = client
+
+    def _create_choices(self) -> list[Choice]:
+        return [Choice(self, index, self.submit.handle + index) for index in range(self.submit.n)]
+
+    def adopt(self, admitted: session_pb2.Admitted) -> None:
+        """The request that was attached to becomes known."""
+        self.submit.prompt_token_ids = admitted.prompt_token_ids
+        self.submit.params.CopyFrom(admitted.params)
+        self.submit.gateway_context = admitted.gateway_context
+        self.submit.n = admitted.n
+        self.choices = self._create_choices()
 
     @property
     def open(self) -> bool:
+        if self.attached and not self.admitted.done():
+            return self.error is None
         return self.error is None and not all(choice.done for choice in self.choices)
 
     def attach_sink(self, sink: Sink) -> None:
@@ -110,6 +128,8 @@ class Generation:
     def cancel(self) -> None:
         """Idempotent. Nothing is said to the sink any more."""
         self.sink = None
+        if self.attached and not self.admitted.done():
+            self._client.forget(self)
         self._client.cancel_choices([choice for choice in self.choices if not choice.done], stopped=False)
 
     def orphan(self, grace_s: float) -> None:

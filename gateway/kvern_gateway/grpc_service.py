@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import grpc.aio
@@ -122,7 +122,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         options = gateway.text_options(fields, params)
         routing = gateway.routing(fields)
         identity = _identity(request, context)
-        generation = gateway.submit(prompt_ids, params, identity, routing)
+        generation = gateway.submit(prompt_ids, params, options, identity, routing)
         outbox = Outbox(generation, options, RequestClock(gateway.metrics, start, routing.n))
         cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
         gateway.metrics.running += 1
@@ -143,6 +143,35 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generation.attach_sink(outbox)
             async for response in outbox:
                 yield response
+        finally:
+            gateway.metrics.running -= 1
+
+    async def Stream(
+        self, request: pb.StreamRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.StreamResponse]:
+        gateway = self._gateway
+        start = time.monotonic()
+        check_request_id("request_id", request.request_id)
+        Fields({"from_index": list(request.from_index)}).sequence("from_index", gateway.limits.max_n)
+        gateway.facts()
+        generation = gateway.client.attach(request.request_id)
+        identity = Identity(request.request_id, resumable=True)
+        cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
+        gateway.metrics.running += 1
+        try:
+            await admit([generation])
+            submit = generation.submit
+            accepted = pb.Accepted(
+                request_id=request.request_id,
+                model=gateway.names()[0],
+                num_prompt_tokens=len(submit.prompt_token_ids) // 4,
+            )
+            yield pb.StreamResponse(event=pb.GenerateResponse(accepted=accepted))
+            clock = RequestClock(gateway.metrics, start, submit.n)
+            outbox = Outbox(generation, gateway.attached_options(submit), clock, list(request.from_index))
+            generation.attach_sink(outbox)
+            async for event in outbox:
+                yield pb.StreamResponse(event=event)
         finally:
             gateway.metrics.running -= 1
 
@@ -265,13 +294,23 @@ class _Pending:
 class Outbox:
     """The sink of one call: fills at the session's pace, is emptied at the client's."""
 
-    def __init__(self, generation: Generation, options: TextOptions, clock: RequestClock) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        options: TextOptions,
+        clock: RequestClock,
+        from_index: Sequence[int] = (),
+    ) -> None:
         self._generation = generation
         self._clock = clock
+        # Per choice: tokens before this index were sent by an earlier call, their text too.
+        self._from = [*from_index, *[0] * (len(generation.choices) - len(from_index))]
         self._pending = [_Pending(ChoiceOutput(choice, options)) for choice in generation.choices]
+        for pending, first in zip(self._pending, self._from, strict=False):
+            pending.first_index = first
         self._changed = asyncio.Event()
         self._error: KvernError | None = None
-        self._prompt_logprobs_sent = False
+        self._prompt_logprobs_sent = any(self._from)
 
     def fail(self, error: KvernError) -> None:
         self._error = error
@@ -285,14 +324,16 @@ class Outbox:
         first, tokens = choice.take()
         if tokens:
             self._clock.tokens(choice.index, len(tokens), time.monotonic())
+        sent_before = self._from[choice.index]
         for index, token in enumerate(tokens, first):
-            pending.tokens.append(token)
             text = output.push(token)
-            if text:
-                pending.texts.append(text)
             entry = choice.logprobs.pop(index, None)
-            if entry is not None:
-                pending.logprobs.append(entry)
+            if index >= sent_before:
+                pending.tokens.append(token)
+                if text:
+                    pending.texts.append(text)
+                if entry is not None:
+                    pending.logprobs.append(entry)
             if output.finish_reason is not None:
                 break
         if output.finish_reason is None and choice.finished is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvern.v1 import sampling_pb2, session_pb2
+from kvern.v1 import generation_pb2, sampling_pb2, session_pb2
 from kvern_gateway.generation import Choice
 from kvern_gateway.text.detokenizer import DecoderFactory, StopMatcher, TextStream
 
@@ -21,7 +21,7 @@ LOWEST_LOGPROB = -9999.0
 class TextOptions:
     """How a request's tokens become text. Shared by its choices."""
 
-    __slots__ = ("_decoders", "end_ids", "include_stop", "matcher", "min_tokens", "skip_special")
+    __slots__ = ("_decoders", "end_ids", "include_stop", "matcher", "min_tokens", "skip_special", "stops")
 
     def __init__(
         self,
@@ -34,12 +34,21 @@ class TextOptions:
         min_tokens: int,
     ) -> None:
         self._decoders = decoders
+        self.stops = stops
         self.matcher = StopMatcher(stops) if stops else None
         self.include_stop = include_stop
         self.skip_special = skip_special
         # Tokens that end a choice; their text is shown only with include_stop.
         self.end_ids = frozenset() if include_stop else end_ids
         self.min_tokens = min_tokens
+
+    def context(self) -> bytes:
+        """What another gateway needs to make the same text of the same tokens (`Submit.gateway_context`)."""
+        return generation_pb2.GenerateRequest(
+            stop=self.stops,
+            include_stop_in_output=self.include_stop,
+            keep_special_tokens=not self.skip_special,
+        ).SerializeToString()
 
     def create_stream(self) -> TextStream:
         decoder = self._decoders.create(self.skip_special)

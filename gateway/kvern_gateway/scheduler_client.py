@@ -37,6 +37,7 @@ PATIENCE_S = 10.0
 ADMIT_PATIENCE_S = 1.0
 BACKOFF_S = (0.05, 0.3)
 _MAX_MESSAGE_BYTES = 8 * 2**20
+MAX_CHOICES = 128
 _MAX_HANDLE = 2**32 - 1
 
 
@@ -76,19 +77,42 @@ class SchedulerClient:
         Raises:
             KvernError: UNAVAILABLE, when no scheduler is there.
         """
+        self._check_connected()
+        submit.handle = self._allocate(submit.n)
+        generation = Generation(submit, self)
+        self._generations[submit.handle] = generation
+        self._choices.update((choice.handle, choice) for choice in generation.choices)
+        self._submits.append(submit)
+        self._wake.set()
+        return generation
+
+    def attach(self, request_id: str, tenant: str = "") -> Generation:
+        """Asks for the events of a request that was submitted before, here or elsewhere, from its first token on.
+
+        Its choices are known once it is admitted; what the first gateway left is then in
+        ``generation.submit.gateway_context``.
+
+        Raises:
+            KvernError: UNAVAILABLE, when no scheduler is there.
+        """
+        self._check_connected()
+        first = self._allocate(MAX_CHOICES)
+        submit = session_pb2.Submit(handle=first, request_id=request_id, tenant=tenant, resumable=True)
+        generation = Generation(submit, self, attached=True)
+        self._generations[first] = generation
+        self._attaches.append(session_pb2.Attach(handle=first, request_id=request_id, tenant=tenant))
+        self._wake.set()
+        return generation
+
+    def forget(self, generation: Generation) -> None:
+        """Nobody waits for this answer any more."""
+        self._generations.pop(generation.submit.handle, None)
+
+    def _check_connected(self) -> None:
         if not self.connected.is_set():
             away = None if self._lost_at is None else time.monotonic() - self._lost_at
             if away is None or away > ADMIT_PATIENCE_S:
                 raise unavailable("no scheduler is connected; try again shortly")
-        submit.handle = self._allocate(submit.n)
-        generation = Generation(submit, submit.handle, self)
-        generation.sent_at = time.monotonic()
-        self._generations[submit.handle] = generation
-        for choice in generation.choices:
-            self._choices[choice.handle] = choice
-        self._submits.append(submit)
-        self._wake.set()
-        return generation
 
     def _allocate(self, n: int) -> int:
         first = self._next_handle
@@ -189,8 +213,9 @@ class SchedulerClient:
         tasks: list[asyncio.Task[None]] = []
         self._heard_at = time.monotonic()
         try:
+            tasks.append(asyncio.create_task(self._watch(call)))
             await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=self.gateway_id)))
-            tasks = [asyncio.create_task(self._write_loop(call)), asyncio.create_task(self._watch(call))]
+            tasks.append(asyncio.create_task(self._write_loop(call)))
             while True:
                 response = await call.read()
                 if not isinstance(response, session_pb2.SessionResponse):  # EOF
@@ -229,7 +254,7 @@ class SchedulerClient:
         self._cancels.clear()
         self._attaches.clear()
         for handle, generation in self._generations.items():
-            if not generation.admitted.done():
+            if not generation.admitted.done() and not generation.attached:
                 self._submits.append(generation.submit)
                 continue
             self._attaches.append(
@@ -300,7 +325,7 @@ class SchedulerClient:
     def _dispatch(self, response: session_pb2.SessionResponse) -> None:
         """Sorts a message's events to their choices, then flushes each choice that got something, once."""
         for admitted in response.admitted:
-            self._admitted(admitted.handle)
+            self._admitted(admitted)
         for refused in response.refused:
             self._refused(refused)
         dirty: list[Choice] = []
@@ -354,9 +379,12 @@ class SchedulerClient:
             log.exception("a request's output could not be processed")
             self._break(choice.generation)
 
-    def _admitted(self, handle: int) -> None:
-        generation = self._generations.get(handle)
+    def _admitted(self, admitted: session_pb2.Admitted) -> None:
+        generation = self._generations.get(admitted.handle)
         if generation is not None and not generation.admitted.done():
+            if generation.attached:
+                generation.adopt(admitted)
+                self._choices.update((choice.handle, choice) for choice in generation.choices)
             generation.admitted.set_result(None)
             if generation.submit.resumable:
                 self._supersede(generation)
@@ -388,7 +416,8 @@ class SchedulerClient:
         error = KvernError.from_pb(refused.error)
         if generation.admitted.done():
             # An attach after a lost session. Nothing was said to the client yet: starting over is not noticed.
-            if all(choice.next_index == 0 and not choice.done for choice in generation.choices):
+            fresh = all(choice.next_index == 0 and not choice.done for choice in generation.choices)
+            if fresh and not generation.attached:
                 self._submits.append(generation.submit)
                 self._wake.set()
                 return
@@ -396,19 +425,6 @@ class SchedulerClient:
                 f"the request was lost with its scheduler: {error.message}; send it again", 100
             )
         self._fail(generation, error)
-
-
-async def _first_response(call: Any) -> session_pb2.SessionResponse:
-    """The response that holds the welcome. A scheduler whose worker still loads sends heartbeats before it, and
-    wants each answered."""
-    while True:
-        async with asyncio.timeout(SILENCE_S):
-            response = await call.read()
-        if not isinstance(response, session_pb2.SessionResponse):
-            await _raise_status(call)
-        if response.HasField("welcome"):
-            return response
-        await call.write(session_pb2.SessionRequest())
 
 
 async def _raise_status(call: Any) -> NoReturn:

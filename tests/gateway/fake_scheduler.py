@@ -185,8 +185,14 @@ class _Session:
             error = KvernError(error_pb2.ERROR_CODE_REQUEST_NOT_FOUND, "no such request")
             self.answers.refused.add(handle=attach.handle, error=error.to_pb())
             return
-        known.sent = list(attach.next_index)
+        known.sent = [*attach.next_index, *[0] * (known.submit.n - len(attach.next_index))]
+        submit = known.submit
+        known.closed.clear()
         self._admit(attach.handle, known)
+        admitted = self.answers.admitted[-1]
+        admitted.gateway_context, admitted.prompt_token_ids = submit.gateway_context, submit.prompt_token_ids
+        admitted.params.CopyFrom(submit.params)
+        admitted.n = submit.n
 
     def _admit(self, handle: int, request: Request) -> None:
         self.answers.admitted.add(handle=handle, request_id=request.submit.request_id)

@@ -278,7 +278,9 @@ async def test_clients_that_send_too_slowly_are_left(serve: Serve, monkeypatch: 
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     served = await serve(limits=Limits(body_timeout_s=0.2))
     port = int(served.base_url.rsplit(":", 1)[1])
+    whole = b"GET /version HTTP/1.1\r\n\r\n"
     for sent, answered in (
+        (whole + b"GET / HT", b"HTTP/1.1 200"),
         (b"GET / HT", b""),
         (b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{", b"HTTP/1.1 408"),
     ):

@@ -143,6 +143,83 @@ async def test_a_slow_client_gets_larger_deltas_and_blocks_nobody(serve: Serve, 
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(firsts))
 
 
+def collect(events: list[pb.GenerateResponse]) -> tuple[dict[int, str], dict[int, list[int]]]:
+    ids: dict[int, list[int]] = {}
+    for event in events:
+        if event.HasField("delta"):
+            ids.setdefault(event.delta.choice, []).extend(event.delta.token_ids)
+    return texts(events), ids
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 8])
+async def test_another_gateway_goes_on_from_any_index(serve: Serve, smollm2: TextModel, cut: int) -> None:
+    text = "Naïve 🎉🎉 日本 mills grind. STO"
+    scheduler = saying(smollm2, text + "P and more", "other 🎉 text STOP")
+    scheduler.step_s = 0.01
+    first, second = await serve(scheduler), await serve(scheduler)
+    request = pb.GenerateRequest(prompt="x", n=2, stop=["STOP"], request_id="mine")
+    call = GenerationServiceStub(first.channel).Generate(request)
+    before: list[pb.GenerateResponse] = []
+    async for event in call:
+        before.append(event)
+        if len(collect(before)[1].get(0, [])) >= cut:
+            break
+    await first.server.stop(0)
+    shown, ids = collect(before)
+    from_index = [len(ids.get(0, [])), len(ids.get(1, []))]
+    stub = GenerationServiceStub(second.channel)
+    after = [r.event async for r in stub.Stream(pb.StreamRequest(request_id="mine", from_index=from_index))]
+    assert after[0].accepted.request_id == "mine" and after[0].accepted.num_prompt_tokens == 1
+    rest, more = collect(after)
+    assert shown.get(0, "") + rest.get(0, "") == text[: -len("STO")]
+    assert shown.get(1, "") + rest.get(1, "") == "other 🎉 text "
+    for choice in (0, 1):
+        whole = ids.get(choice, []) + more.get(choice, [])
+        assert whole == scheduler.requests["mine"].outputs[choice][: len(whole)]
+    firsts = {r.delta.choice: r.delta.first_index for r in reversed(after) if r.HasField("delta")}
+    assert firsts == {choice: from_index[choice] for choice in firsts}
+    ends = [r.finished.stop_string for r in after if r.HasField("finished")]
+    assert ends == ["STOP", "STOP"]
+
+
+async def test_a_finished_request_can_be_read_again(serve: Serve, smollm2: TextModel) -> None:
+    served = await serve(saying(smollm2, "one two"))
+    once = await generate(served, prompt="x", request_id="mine")
+    stub = GenerationServiceStub(served.channel)
+    again = [r.event async for r in stub.Stream(pb.StreamRequest(request_id="mine"))]
+    assert collect(again) == collect(once) == ({0: "one two"}, {0: [*smollm2.encode("one two", False), 2]})
+    assert again[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
+    assert served.gateway.client.num_open == 0
+
+
+async def test_a_stream_goes_on_over_a_lost_session(serve: Serve, smollm2: TextModel) -> None:
+    served = await serve(FakeScheduler(step_s=0.01))
+    stub = GenerationServiceStub(served.channel)
+    params = sampling_pb2.SamplingParams(max_tokens=60)
+    call = stub.Generate(pb.GenerateRequest(prompt="x", request_id="mine", sampling=params))
+    await anext(aiter(call))
+    call.cancel()
+    stream = stub.Stream(pb.StreamRequest(request_id="mine"))
+    events = [(await anext(aiter(stream))).event]
+    served.scheduler.drop_sessions()
+    events += [r.event async for r in stream]
+    assert collect(events)[1] == {0: served.scheduler.requests["mine"].outputs[0]}
+
+
+async def test_wrong_stream_requests(served: Served) -> None:
+    stub = GenerationServiceStub(served.channel)
+    for request, code in (
+        (pb.StreamRequest(request_id="unknown"), grpc.StatusCode.NOT_FOUND),
+        (pb.StreamRequest(request_id=""), grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.StreamRequest(request_id="x", from_index=[0] * 129), grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in stub.Stream(request):
+                pass
+        assert raised.value.code() is code
+        assert served.gateway.client.num_open == 0
+
+
 async def test_tokenize_and_detokenize(served: Served, smollm2: TextModel) -> None:
     stub = GenerationServiceStub(served.channel)
     tokens = await stub.Tokenize(pb.TokenizeRequest(text="Hello 42"))

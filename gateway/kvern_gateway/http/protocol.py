@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 SCOPE_KEY = "kvern.connection"
 
 MAX_HEAD_BYTES = 64 * 1024
-# For the first request line and headers after connecting.
+# From connecting, or from a later request's first byte, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
 
 
@@ -38,7 +38,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -52,6 +52,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._start_head_timer()
         self._in_head, self._head_bytes = True, 0
         cast(dict[str, Any], self.scope)[SCOPE_KEY] = self
 
@@ -70,6 +71,10 @@ class Connection(HttpToolsProtocol):
         self._stop_head_timer()
         if self.on_lost is not None:
             self.on_lost()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
 
     def _head_too_slow(self) -> None:
         self._head_timer = None

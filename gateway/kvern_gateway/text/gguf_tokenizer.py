@@ -85,7 +85,8 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
             "Serve the model's Hugging Face folder instead"
         )
     tokens = _required(metadata, "tokenizer.ggml.tokens")
-    merges = [_merge_pair(line) for line in _required(metadata, "tokenizer.ggml.merges")]
+    lines = _required(metadata, "tokenizer.ggml.merges")
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe", byte_fallback=False)
@@ -99,12 +100,6 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _merge_pair(line: str) -> tuple[str, str]:
-    # The left half may itself start with a space in no byte-level vocabulary, so the first later space divides.
-    left, _, right = line.partition(" ")
-    return left, right
 
 
 def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:

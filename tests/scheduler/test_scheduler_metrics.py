@@ -1,0 +1,67 @@
+"""What a scrape shows, under the names that dashboards know."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import pytest
+from scheduler_harness import Cluster
+
+from kvern_scheduler.server import limits_of, parse_args
+
+PROMPT = list(range(30, 60))
+
+
+async def test_a_scrape_has_vllm_s_names_and_the_model_s_label(
+    cluster: Cluster, unused_tcp_port: int
+) -> None:
+    cluster.flags = ["--metrics-port", str(unused_tcp_port), "--max-queued-requests", "1"]
+    await cluster.start()
+    gateway = await cluster.gateway()
+    await gateway.submit(1, PROMPT, 9)
+    await gateway.finish(1)
+    await gateway.submit(2, PROMPT, 9)
+    await gateway.submit(3, [], 9)
+    await gateway.finish(2, 3)
+    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+    text = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{engine="0",model_name="sim"}'
+    assert float(samples[f"vllm:generation_tokens_total{label}"]) == 18
+    assert float(samples[f"vllm:prompt_tokens_total{label}"]) == 60
+    assert float(samples[f"vllm:time_to_first_token_seconds_count{label}"]) == 2
+    assert (
+        float(samples['vllm:request_success_total{engine="0",finished_reason="length",model_name="sim"}'])
+        == 2
+    )
+    assert (
+        float(
+            samples['vllm:admission_rejections_total{engine="0",model_name="sim",reason="invalid_argument"}']
+        )
+        == 1
+    )
+    assert float(samples[f"vllm:prefix_cache_hits_total{label}"]) == 28
+    assert float(samples[f"vllm:num_requests_running{label}"]) == 0
+    assert float(samples["kvern_scheduler_fold_us_p50"]) > 0
+
+
+def test_flags_become_limits() -> None:
+    args = parse_args(
+        "--listen a --worker b --max-num-seqs 3 --no-enable-prefix-caching --long-prefill-token-threshold 9".split()
+    )
+    limits = limits_of(args)
+    assert (limits.max_num_seqs, limits.enable_prefix_caching, limits.long_threshold) == (3, False, 9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--store", "redis"],
+        ["--store", "memory", "--redis-url", "redis://x"],
+        ["--max-num-seqs", "0"],
+    ],
+)
+def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--listen", "a", "--worker", "b", *flags])

@@ -84,7 +84,7 @@ class ModelExecutor:
             return result
         step = self._batch.prepare(rows)
         prepared = time.perf_counter()
-        hidden, residual = self._model.forward(step, self._cache)
+        hidden, residual = self._model.forward(step)
         last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
         logits = self._model.logits(hidden, residual, last).numpy() if len(last) else None
         forwarded = time.perf_counter()

@@ -72,12 +72,6 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
         keep_quantized = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
-    with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
-        torch.set_num_threads(1)
-        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
-        model = LlamaModel(config, loader, cos_sin_table(config.rope, config.head_dim, size.max_model_len))
-        torch.set_num_threads(threads)
-        done["bytes"] = loader.num_bytes
     with _phase(
         "kv_cache",
         bytes=size.num_bytes,
@@ -91,8 +85,15 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         cache = KvCache(
             config.num_layers, size.num_blocks, config.num_kv_heads, size.block_size, config.head_dim, dtype
         )
+    with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
+        torch.set_num_threads(1)
+        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
+        cos_sin = cos_sin_table(config.rope, config.head_dim, size.max_model_len)
+        model = LlamaModel(config, loader, cos_sin, cache)
+        torch.set_num_threads(threads)
+        done["bytes"] = loader.num_bytes
     with _phase("warmup"):
-        _warm_up(model, cache)
+        _warm_up(model)
     info = model_pb2.ModelInfo(
         name=options.served_model_name or Path(options.model).stem,
         architecture=config.family,
@@ -168,7 +169,7 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def _warm_up(model: LlamaModel, cache: KvCache) -> None:
+def _warm_up(model: LlamaModel) -> None:
     """One token that is stored nowhere: loads and tunes what the first request would else wait for."""
     step = StepInputs(
         token_ids=torch.zeros(1, dtype=torch.int64),
@@ -178,7 +179,7 @@ def _warm_up(model: LlamaModel, cache: KvCache) -> None:
         query_start=torch.tensor([0, 1], dtype=torch.int32),
         seq_lens=torch.ones(1, dtype=torch.int32),
     )
-    model.logits(*model.forward(step, cache), slice(0, 1))
+    model.logits(*model.forward(step), slice(0, 1))
 
 
 @contextmanager

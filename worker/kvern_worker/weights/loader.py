@@ -24,8 +24,8 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 class WeightLoader:
     """Reads tensors of ``source`` as ``dtype``. ``on_bytes`` hears how many bytes of the file each one took.
 
-    ``threads`` tensors are read at a time by :meth:`side_by_side`; each by one thread, because the many short operations
-    of dequantising would spend their time at the barriers of a pool.
+    ``threads`` tensors are read at a time by :meth:`side_by_side`, each by one thread: the many short operations of
+    dequantising would spend their time at the barriers of a pool.
     """
 
     def __init__(

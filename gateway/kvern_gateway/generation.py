@@ -139,6 +139,10 @@ class Generation:
             choice.take()
         asyncio.get_running_loop().call_later(grace_s, self.cancel)
 
+    @property
+    def orphaned(self) -> bool:
+        return isinstance(self.sink, _Nowhere)
+
     def fail(self, error: KvernError) -> None:
         if self.error is not None or not self.open:
             return

@@ -253,7 +253,11 @@ class SchedulerClient:
         self._submits.clear()
         self._cancels.clear()
         self._attaches.clear()
-        for handle, generation in self._generations.items():
+        for handle, generation in list(self._generations.items()):
+            if generation.orphaned:
+                # Its client may be at another gateway by now; if not, the scheduler's own grace ends it.
+                self._fail(generation, unavailable("nobody listened when the session broke"))
+                continue
             if not generation.admitted.done() and not generation.attached:
                 self._submits.append(generation.submit)
                 continue

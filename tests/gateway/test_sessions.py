@@ -236,6 +236,21 @@ async def test_the_newest_call_of_a_named_request_takes_it_over(serve: Serve) ->
     assert served.gateway.client.num_open == 0
 
 
+async def test_an_orphan_is_not_taken_back_by_a_gateway_that_reconnects(serve: Serve) -> None:
+    scheduler = FakeScheduler(step_s=0.01)
+    served = await serve(scheduler)
+    body = {"prompt": "x", "max_tokens": 500, "request_id": "mine"}
+    leaving = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await until(lambda: scheduler.requests and scheduler.requests["mine"].sent[0] > 2)
+    leaving.cancel()
+    await until(lambda: served.gateway.metrics.running == 0)
+    assert served.gateway.client.num_open == 1
+    scheduler.drop_sessions()
+    await until(lambda: scheduler.num_sessions == 2 and served.gateway.client.connected.is_set())
+    assert served.gateway.client.num_open == 0
+    assert scheduler.attaches == [] and scheduler.cancels == []
+
+
 async def test_an_error_after_acceptance_belongs_to_its_request(serve: Serve) -> None:
     served = await serve()
     served.scheduler.ends_with = KvernError(error_pb2.ERROR_CODE_NUMERICAL, "the logits are NaN")

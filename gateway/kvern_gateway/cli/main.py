@@ -295,7 +295,36 @@ def bench_start(
     _print_result(benchmark.run(model, store), benchmark.render, as_json)
 
 
-def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+@bench.command("chaos")
+def bench_chaos(
+    kind: Annotated[str, typer.Option(help="scheduler, worker, gateway, store, or all")] = "all",
+    kills: Annotated[int, typer.Option(min=1, help="Of each kind; freezes come on top")] = 20,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder or .gguf file [default: a simulated model]")
+    ] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Simulated model; the default")] = False,
+    clients: Annotated[int, typer.Option(min=1, help="Requests at once")] = 8,
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of targets, moments and requests")] = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Kill and freeze services under load; check that no client loses, repeats or sees a changed token."""
+    from kvern_gateway.cli import bench_chaos as benchmark
+    from kvern_gateway.cli.chaos_faults import KINDS
+
+    if kind not in (*KINDS, "all"):
+        _fail(ValueError(f"--kind {kind!r}: one of {', '.join(KINDS)}, all"))
+    if model is not None and (sim or not model.exists()):
+        _fail(ValueError("--model contradicts --sim" if sim else f"--model {str(model)!r} is not there"))
+    kinds = KINDS if kind == "all" else (kind,)
+    options = benchmark.ChaosOptions(
+        kinds, kills, model.resolve() if model else None, clients=clients, workers=workers, seed=seed
+    )
+    result = _print_result(benchmark.run(options), benchmark.render, as_json)
+    raise typer.Exit(benchmark.exit_code(result))
+
+
+def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> dict[str, Any]:
     import json
 
     from kvern_gateway.cli.stack import UsageError
@@ -306,6 +335,7 @@ def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_js
     except (ChildFailed, UsageError, ConnectionError, RuntimeError, TimeoutError) as error:
         _fail(error)
     print(json.dumps(result) if as_json else render(result))
+    return dict(result)
 
 
 def _run_fast(coroutine: Any) -> Any:

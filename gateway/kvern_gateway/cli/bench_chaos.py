@@ -1,0 +1,237 @@
+"""`kvern bench chaos`: processes of a whole Kvern are killed and frozen under load, and every client's history is
+checked against a run without faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from kvern_gateway.cli import chaos_stack
+from kvern_gateway.cli.chaos_faults import Faults, Strike, draw_faults
+from kvern_gateway.cli.chaos_history import Output
+from kvern_gateway.cli.chaos_load import Load, Record, outputs_of
+from kvern_gateway.cli.chaos_surfaces import Template
+
+# Waits that began so long after a fault have nothing to do with it.
+WINDOW_S = 10.0
+_MOST_DETAILS = 20
+_PROMPTS = (
+    "Once upon a time there was a mill by a river, and",
+    "The three laws of thermodynamics, told to a child:",
+    "A list of colors and what each of them reminds a painter of:",
+    "Dear diary, today the wind turned the wheel",
+)
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """``kills`` of each kind, freezes come on top. ``model`` None: a simulated worker at ``step_us`` a step."""
+
+    kinds: tuple[str, ...]
+    kills: int
+    model: Path | None = None
+    clients: int = 8
+    workers: int = 2
+    seed: int = 0
+    step_us: int = 5000
+    max_tokens: int = 120
+
+    @property
+    def flags(self) -> dict[str, object]:
+        sim = {"sim_step_us": self.step_us, "sim_num_blocks": 4096}
+        return {"max_model_len": 1024, "max_num_seqs": 64, **({} if self.model else sim)}
+
+
+async def run(options: ChaosOptions) -> dict[str, Any]:
+    """Raises ChildFailed, UsageError, TimeoutError where the services do not start or do not come back."""
+    task = asyncio.current_task()
+    assert task is not None
+    # As for SIGINT: everything is stopped on the way out.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    kept = chaos_stack.Kept()
+    started = perf_counter()
+    async with chaos_stack.running(options.model, options.workers, options.flags, kept) as chaos:
+        templates = await _templates(chaos, options)
+        expected = await _expect(chaos, templates, options.seed)
+        load = Load(chaos.gateways, templates, expected, options.seed)
+        faults = Faults(chaos, load.moments)
+        loading = asyncio.create_task(load.run(options.clients))
+        striking = asyncio.create_task(faults.run(draw_faults(options.kinds, options.kills, options.seed)))
+        try:
+            await asyncio.wait({loading, striking}, return_when=asyncio.FIRST_COMPLETED)
+            stuck = ""
+            if striking.done() and isinstance(striking.exception(), TimeoutError):
+                stuck = str(striking.exception())
+            elif striking.done():
+                striking.result()
+            load.stop()
+            await loading
+        except BaseException:
+            kept.directory = _logs_directory()
+            raise
+        finally:
+            for one in (loading, striking):
+                one.cancel()
+            await asyncio.gather(loading, striking, return_exceptions=True)
+        if load.violations or stuck:
+            kept.directory = _logs_directory()
+    return _result(options, load, faults.strikes, perf_counter() - started, stuck, kept.directory)
+
+
+def _logs_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvern-chaos-logs-", dir="/tmp"))
+
+
+async def _templates(chaos: chaos_stack.ChaosStack, options: ChaosOptions) -> list[Template]:
+    """Greedy and sampled, one choice and several, with and without a stop string, on both surfaces."""
+    choices = random.Random(f"{options.seed}-templates")
+    found: list[Template] = []
+    for surface in ("http", "grpc"):
+        for temperature, n, stop in ((0.0, 1, False), (1.0, 1, False), (1.0, 3, False), (1.0, 1, True)):
+            found.append(
+                Template(
+                    name=f"{surface}-{'sampled' if temperature else 'greedy'}-{n}{'-stop' if stop else ''}",
+                    surface=surface,
+                    prompt=choices.choice(_PROMPTS),
+                    max_tokens=choices.randint(options.max_tokens // 2, options.max_tokens),
+                    temperature=temperature,
+                    seed=choices.randrange(1, 2**32),
+                    n=n,
+                    stop="?" if stop else "",
+                )
+            )
+    return [await _with_stop(chaos, template, options.seed) for template in found]
+
+
+async def _with_stop(chaos: chaos_stack.ChaosStack, template: Template, seed: int) -> Template:
+    """A stop string out of the output's own middle, so that it does end it."""
+    if not template.stop:
+        return template
+    plain = replace(template, stop="", name=f"{template.name}-plain")
+    text = (await _expect(chaos, [plain], seed))[plain.name][0].text
+    middle = len(text) * 2 // 3
+    # Complete characters only: U+FFFD stands for bytes that are none.
+    candidates = [text[i : i + 4] for i in range(middle, len(text) - 4) if "\ufffd" not in text[i : i + 4]]
+    stop = candidates[0] if candidates else text[middle : middle + 1]
+    return replace(template, stop=stop)
+
+
+async def _expect(
+    chaos: chaos_stack.ChaosStack, templates: Sequence[Template], seed: int
+) -> dict[str, list[Output]]:
+    """The templates' outputs, before anything is broken. Raises RuntimeError where one fails already."""
+    load = Load(chaos.gateways, list(templates), {}, seed)
+    choices = random.Random(f"{seed}-expected")
+    found: dict[str, list[Output]] = {}
+    try:
+        for template in templates:
+            record = await load.request(template, f"chaos-{seed}-expected-{template.name}", choices)
+            outputs = outputs_of(record)
+            if any(not output.reason for output in outputs):
+                raise RuntimeError(f"{template.name} failed before any fault: {record.events[-1]}")
+            found[template.name] = outputs
+    finally:
+        await load.close()
+    return found
+
+
+def _result(
+    options: ChaosOptions,
+    load: Load,
+    strikes: Sequence[Strike],
+    elapsed: float,
+    stuck: str,
+    logs: Path | None,
+) -> dict[str, Any]:
+    by_kind: dict[str, Any] = {}
+    everything: list[float] = []
+    for name in sorted({strike.fault.name for strike in strikes}):
+        mine = [index for index, strike in enumerate(strikes) if strike.fault.name == name]
+        stalls = [stall for index in mine for stall in stalls_of(strikes, index, load.records)]
+        everything += stalls
+        by_kind[name] = {"faults": len(mine), "streams": len(stalls), **_percentiles(stalls)}
+    details = [
+        {
+            "request_id": record.request_id,
+            "template": record.template.name,
+            "kind": violation.kind,
+            "choice": violation.choice,
+            "detail": violation.detail,
+        }
+        for record, violation in load.violations[:_MOST_DETAILS]
+    ]
+    return {
+        "faults": len(strikes),
+        "requests": len(load.records),
+        "tokens": load.num_tokens,
+        "violations": len(load.violations) + bool(stuck),
+        **_percentiles(everything),
+        "by_kind": by_kind,
+        "connections": load.num_connections,
+        "seed": options.seed,
+        "elapsed_s": elapsed,
+        "violation_details": details,
+        "stuck": stuck,
+        "logs": str(logs / "logs") if logs else None,
+    }
+
+
+def stalls_of(strikes: Sequence[Strike], index: int, records: Sequence[Record]) -> list[float]:
+    """Of each stream that the fault could stall: seconds of the longest wait from it until the next fault. A fault
+    among others says nothing; a gateway's concerns its own streams only."""
+    strike = strikes[index]
+    following = strikes[index + 1] if index + 1 < len(strikes) else None
+    if not strike.alone or (following is not None and not following.alone):
+        return []
+    start = strike.at
+    end = min(start + WINDOW_S, following.at if following is not None else start + WINDOW_S)
+    return [
+        record.longest_gap(start, end)
+        for record in records
+        if record.started < start < record.ended
+        and (strike.fault.kind != "gateway" or record.gateway_at(start) == strike.process)
+    ]
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+
+    def at(share: float) -> float:
+        return round(1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)], 1) if ordered else 0.0
+
+    return {"stall_ms_p50": at(0.5), "stall_ms_p99": at(0.99), "stall_ms_max": at(1.0)}
+
+
+def render(result: dict[str, Any]) -> str:
+    lines = [
+        f"{'fault':<18}{'faults':>8}{'streams':>9}{'p50':>10}{'p99':>10}{'max':>10}   longest wait of a stream",
+        *(
+            f"{name:<18}{row['faults']:>8}{row['streams']:>9}{row['stall_ms_p50']:>7.0f} ms"
+            f"{row['stall_ms_p99']:>7.0f} ms{row['stall_ms_max']:>7.0f} ms"
+            for name, row in result["by_kind"].items()
+        ),
+        f"{result['faults']} faults, {result['requests']} requests on {result['connections']} connections, "
+        f"{result['tokens']} tokens in {result['elapsed_s']:.0f} s (seed {result['seed']})",
+        f"{result['violations']} violations",
+    ]
+    if result["stuck"]:
+        lines.append(f"  stuck: {result['stuck']}")
+    lines += [
+        f"  {one['kind']}: {one['request_id']} ({one['template']}), choice {one['choice']}: {one['detail']}"
+        for one in result["violation_details"]
+    ]
+    if result["logs"]:
+        lines.append(f"  logs of the services: {result['logs']}")
+    return "\n".join(lines)
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """1 where anything was lost, repeated or changed."""
+    return 1 if result["violations"] else 0

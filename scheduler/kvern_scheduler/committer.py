@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvern_scheduler.convert import finish_to_pb, submission_to_pb
+from kvern_scheduler.convert import finish_to_pb, pack_logprobs, submission_to_pb
 from kvern_scheduler.core.changes import Changes, Indexed, Tokens
 from kvern_scheduler.store.base import (
     CommitStatus,
@@ -159,6 +159,7 @@ class Committer:
             delta.next_rid = max(delta.next_rid, request.rid + 1)
         if changes.tokens:
             _pack_tokens(changes.tokens, delta)
+        delta.logprobs = [(entry.sequence.seq_no, pack_logprobs(entry)) for entry in changes.logprobs]
         for sequence in changes.finished:
             assert sequence.finish is not None
             request = sequence.request

@@ -5,9 +5,10 @@ from __future__ import annotations
 from kvern.block_hash import split_hashes
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
+from kvern_scheduler.core.changes import Logprobs
 from kvern_scheduler.core.errors import ProtocolError, RequestError, invalid
 from kvern_scheduler.core.plan import Entry, Plan, Result
-from kvern_scheduler.core.requests import Finish, Submission, sequence_seed
+from kvern_scheduler.core.requests import Finish, Sequence, Submission, sequence_seed
 
 
 def plan_to_pb(plan: Plan, epoch: int) -> worker_pb2.StepPlan:
@@ -128,3 +129,26 @@ def finish_from_pb(pb: session_pb2.Finished) -> Finish:
         queue_seconds=pb.queue_seconds,
         prefill_seconds=pb.prefill_seconds,
     )
+
+
+def logprobs_to_pb(entry: Logprobs, handle: int = 0) -> session_pb2.ChoiceLogprobs:
+    return session_pb2.ChoiceLogprobs(
+        handle=handle, first_index=entry.first_index, tokens=entry.tokens, prompt=entry.prompt
+    )
+
+
+def pack_logprobs(entry: Logprobs) -> bytes:
+    """A kvern.v1.ChoiceLogprobs behind its length (uint32, little endian), so that several can be joined."""
+    record = logprobs_to_pb(entry).SerializeToString()
+    return b"".join((len(record).to_bytes(4, "little"), record))
+
+
+def unpack_logprobs(packed: bytes, sequence: Sequence) -> list[Logprobs]:
+    """What was joined of pack_logprobs' records."""
+    entries, start = [], 0
+    while start < len(packed):
+        end = start + 4 + int.from_bytes(packed[start : start + 4], "little")
+        pb = session_pb2.ChoiceLogprobs.FromString(packed[start + 4 : end])
+        entries.append(Logprobs(sequence, pb.first_index, pb.prompt, list(pb.tokens)))
+        start = end
+    return entries

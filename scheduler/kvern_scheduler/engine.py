@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 
 from kvern.rpc.packing import pack_i32
-from kvern.v1 import error_pb2, sampling_pb2, session_pb2, worker_pb2
+from kvern.v1 import error_pb2, session_pb2, worker_pb2
 from kvern_scheduler.committer import Committer
-from kvern_scheduler.convert import finish_to_pb, result_from_pb, submission_from_pb
+from kvern_scheduler.convert import finish_to_pb, logprobs_to_pb, result_from_pb, submission_from_pb
 from kvern_scheduler.core.cell import Cell
-from kvern_scheduler.core.changes import Changes, Tokens
+from kvern_scheduler.core.changes import Changes, Logprobs, Tokens
 from kvern_scheduler.core.errors import RequestError, invalid
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Group, Limits
@@ -154,6 +154,9 @@ class Engine:
                     np.arange(start, until, dtype=np.uint32),
                     tokens,
                 )
+            for entry in sequence.logprobs:
+                if (start == 0) if entry.prompt else (entry.first_index >= start):
+                    self._release_logprobs(entry)
             if sequence.announced:
                 self._announce_finish(sequence)
 
@@ -246,7 +249,8 @@ class Engine:
         for tokens in changes.tokens:
             self._release_tokens(tokens)
         for entry in changes.logprobs:
-            self._release_logprobs(entry.sequence, entry.first_index, entry.prompt, entry.tokens)
+            entry.sequence.logprobs.append(entry)
+            self._release_logprobs(entry)
         for sequence in changes.finished:
             sequence.announced = True
             self._announce_finish(sequence)
@@ -271,17 +275,10 @@ class Engine:
                 mine = numbers == number
                 session.tokens(self._handle_of[rows[mine]], tokens.indexes[mine], tokens.token_ids[mine])
 
-    def _release_logprobs(
-        self, sequence: Sequence, first_index: int, prompt: bool, tokens: list[sampling_pb2.TokenLogprobs]
-    ) -> None:
-        session = self.sessions.get(int(self._session_of[sequence.row]))
+    def _release_logprobs(self, entry: Logprobs) -> None:
+        session = self.sessions.get(int(self._session_of[entry.sequence.row]))
         if session is not None:
-            handle = int(self._handle_of[sequence.row])
-            session.logprobs(
-                session_pb2.ChoiceLogprobs(
-                    handle=handle, first_index=first_index, tokens=tokens, prompt=prompt
-                )
-            )
+            session.logprobs(logprobs_to_pb(entry, int(self._handle_of[entry.sequence.row])))
 
     def _announce_finish(self, sequence: Sequence) -> None:
         session = self.sessions.get(int(self._session_of[sequence.row]))

@@ -48,7 +48,17 @@ async def test_a_scrape_has_vllm_s_names_and_the_model_s_label(
 
 def test_flags_become_limits() -> None:
     args = parse_args(
-        "--listen a --worker b --max-num-seqs 3 --no-enable-prefix-caching --long-prefill-token-threshold 9".split()
+        [
+            "--listen",
+            "a",
+            "--worker",
+            "b",
+            "--max-num-seqs",
+            "3",
+            "--no-enable-prefix-caching",
+            "--long-prefill-token-threshold",
+            "9",
+        ]
     )
     limits = limits_of(args)
     assert (limits.max_num_seqs, limits.enable_prefix_caching, limits.long_threshold) == (3, False, 9)

@@ -170,7 +170,9 @@ async def test_a_broken_session_aborts_the_unnamed_and_keeps_the_named(cluster: 
     cluster.workers[0].config = replace(SIM, step_us=2000)
     await cluster.start()
     first = await cluster.gateway()
-    await first.submit(1, PROMPT, 200, request_id="named", resumable=True, gateway_context=b"ctx")
+    await first.submit(
+        1, PROMPT, 200, request_id="named", resumable=True, gateway_context=b"ctx", params={"logprobs": 0}
+    )
     await first.submit(2, PROMPT, 200, request_id="unnamed")
     await first.until(lambda: len(first.tokens.get(1, [])) > 5 and len(first.tokens.get(2, [])) > 5)
     await first.close()
@@ -182,6 +184,10 @@ async def test_a_broken_session_aborts_the_unnamed_and_keeps_the_named(cluster: 
     ]
     await second.send(attaches=attaches)
     await second.finish(5, 6)
+    third = [session_pb2.Attach(handle=7, request_id="named", next_index=[150])]
+    await second.send(attaches=third)
+    await second.finish(7)
+    assert [e.first_index for e in second.logprobs[7]] == list(range(150, 200))
     assert seen + second.tokens[5] == continue_greedily(PROMPT, 200, SIM)
     assert second.first_index[5] == len(seen)
     assert second.admitted[5].gateway_context == b"ctx"
@@ -236,7 +242,8 @@ async def test_a_restarted_scheduler_goes_on(cluster: Cluster) -> None:
     first = await cluster.gateway()
     await first.submit(1, PROMPT, 150, n=2, request_id="a", resumable=True, params={"temperature": 0.7})
     await first.submit(3, PROMPT, 10, request_id="done", resumable=True)
-    await first.submit(4, PROMPT[2:], 150, request_id="unnamed")
+    asked = {"logprobs": 1, "prompt_logprobs": 0}
+    await first.submit(4, PROMPT[2:], 150, request_id="unnamed", params=asked)
     await first.until(lambda: 3 in first.finished and len(first.tokens.get(2, [])) > 20)
     await cluster.stop_scheduler()
     await first.close()
@@ -257,6 +264,10 @@ async def test_a_restarted_scheduler_goes_on(cluster: Cluster) -> None:
     for choice in range(2):
         whole = first.tokens[1 + choice] + second.tokens[1 + choice]
         assert whole == continue_greedily(PROMPT, 150, SIM, sequence_seed(7, choice))
+    logprobs = first.logprobs[4] + second.logprobs[4]
+    assert [e.first_index for e in logprobs if not e.prompt] == list(range(150))
+    told = [t.token_id for e in logprobs if e.prompt for t in e.tokens]
+    assert told == PROMPT[3:]
     assert second.tokens[3] == first.tokens[3]
     assert second.welcome is not None and second.welcome.epoch == 2
     # The blocks that were committed to the index are still in the worker: little was computed again.

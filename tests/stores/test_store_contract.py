@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvern.v1 import session_pb2
+from kvern.v1 import sampling_pb2, session_pb2
 from kvern_scheduler.store.base import (
     CommitStatus,
     Delta,
@@ -20,7 +20,9 @@ from kvern_scheduler.store.base import (
 
 
 def submit(n: int = 1) -> bytes:
-    return session_pb2.Submit(request_id="a", n=n, prompt_token_ids=b"\1\0\0\0").SerializeToString()
+    params = sampling_pb2.SamplingParams(logprobs=1)
+    submit = session_pb2.Submit(request_id="a", n=n, prompt_token_ids=b"\1\0\0\0", params=params)
+    return submit.SerializeToString()
 
 
 def tokens(*entries: tuple[int, list[int]]) -> Delta:
@@ -112,12 +114,14 @@ async def test_a_request_s_life(store: Store) -> None:
     await commit(store, epoch, 2, tokens((seq, [1, 2, 3]), (seq + 1, [9])))
     delta = tokens((seq, [4]), (seq + 1, [2**31 - 1, 0]))
     delta.finished = [StoredFinish(seq, b"end-0", last=False, retain_s=0)]
+    delta.logprobs = [(seq, b"one"), (seq + 1, b"two"), (seq, b"three")]
     await commit(store, epoch, 3, delta)
     stored = (await store.load()).requests[7]
     assert stored.record == submit(n=2)
     assert stored.tokens[0].tolist() == [1, 2, 3, 4]
     assert stored.tokens[1].tolist() == [9, 2**31 - 1, 0]
     assert stored.finishes == {0: b"end-0"}
+    assert stored.logprobs == {0: b"onethree", 1: b"two"}
     last = Delta(finished=[StoredFinish(seq + 1, b"end-1", last=True, retain_s=100, num_choices=2)])
     await commit(store, epoch, 4, last)
     assert (await store.load()).requests[7].finishes == {0: b"end-0", 1: b"end-1"}

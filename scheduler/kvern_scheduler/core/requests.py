@@ -14,6 +14,7 @@ import enum
 import hashlib
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,7 @@ class Sequence:
         "first_token",
         "group",
         "hashes",
+        "logprobs",
         "max_len",
         "num_cached_tokens",
         "num_losses",
@@ -142,6 +144,8 @@ class Sequence:
         self.attempts = 0
         # Index of the first prompt token whose log-probabilities nobody has been told.
         self.num_prompt_logprobs = 1
+        # Committed ones, for gateways that attach later; a list of changes.Logprobs.
+        self.logprobs: list[Any] = []
         self.first_scheduled = 0.0
         self.first_token = 0.0
         self.finish: Finish | None = None

@@ -1,13 +1,14 @@
 -- Applies one step's delta whole, and prolongs the lease.
--- KEYS  1 leader, 2 live, 3 finished, 4 instances; prefixes: 5 request, 6 tokens, 7 index
+-- KEYS  1 leader, 2 live, 3 finished, 4 instances; prefixes: 5 request, 6 tokens, 7 index, 8 logprobs
 -- ARGV  1 epoch, 2 step, 3 digest, 4 lease in ms, 5 next request number
 --       6 sequence numbers (uint64, request * 128 + choice), 7 tokens of each (uint32), 8 the tokens (int32), joined
---       then lists, each after its length: requests (number, record); ends (number, choice, record, choices if the
+--       then lists, each after its length: requests (number, record); log-probabilities
+--       (number, choice, what to append); ends (number, choice, record, choices if the
 --       last or 0, seconds to retain); gone instances; index entries (instance, blocks, generations, hashes)
 -- Gives 1 OK, 2 DUP, -1 GAP, -2 FENCED
 redis.register_function('kvern_commit' .. VERSION, function(keys, args)
   local leader, live, finished, instances = keys[1], keys[2], keys[3], keys[4]
-  local request_key, tokens_key, index_key = keys[5], keys[6], keys[7]
+  local request_key, tokens_key, index_key, logprobs_key = keys[5], keys[6], keys[7], keys[8]
   local state = redis.call('HMGET', leader, 'epoch', 'step', 'digest')
   local step, last = tonumber(args[2]), tonumber(state[2] or 0)
   if state[1] ~= args[1] then return -2 end
@@ -43,12 +44,19 @@ redis.register_function('kvern_commit' .. VERSION, function(keys, args)
     from = from + bytes
   end
 
+  each(3, function(rid, choice, packed)
+    redis.call('APPEND', logprobs_key .. rid .. '.' .. choice, packed)
+  end)
+
   each(5, function(rid, choice, record, choices, retain)
     redis.call('HSET', request_key .. rid, 'f' .. choice, record)
     if choices == '0' then return end
     redis.call('SREM', live, rid)
     local gone = {request_key .. rid}
-    for c = 0, tonumber(choices) - 1 do gone[#gone + 1] = tokens_key .. rid .. '.' .. c end
+    for c = 0, tonumber(choices) - 1 do
+      gone[#gone + 1] = tokens_key .. rid .. '.' .. c
+      gone[#gone + 1] = logprobs_key .. rid .. '.' .. c
+    end
     if retain == '0' then
       redis.call('UNLINK', unpack(gone))
       return

@@ -83,6 +83,8 @@ class Delta:
     seq_nos: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     counts: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: list[tuple[int, bytes]] = field(default_factory=list)
+    """Sequence number, and what to append to its log-probabilities (kvern_scheduler.convert.pack_logprobs)."""
     finished: list[StoredFinish] = field(default_factory=list)
     indexed: list[IndexEntries] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -97,6 +99,9 @@ class Delta:
         for array in (self.seq_nos, self.counts, self.tokens):
             h.update(b"t%d " % array.size)
             h.update(array.tobytes())
+        for seq_no, packed in self.logprobs:
+            h.update(b"l%d %d " % (seq_no, len(packed)))
+            h.update(packed)
         for finish in self.finished:
             h.update(b"f%d %d " % (finish.seq_no, len(finish.record)))
             h.update(finish.record)
@@ -116,6 +121,7 @@ class StoredRequest:
     record: bytes
     tokens: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
     finishes: dict[int, bytes] = field(default_factory=dict)
+    logprobs: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ kvern:{cell}:live                   set     numbers of the requests that have no
 kvern:{cell}:finished               zset    numbers of those that have and are still readable; score: expiry, ms
 kvern:{cell}:request:17             hash    submit: kvern.v1.Submit; f0, f1, …: kvern.v1.Finished by choice
 kvern:{cell}:tokens:17.0            string  output tokens of choice 0, int32 little endian
+kvern:{cell}:logprobs:17.0          string  its log-probabilities, where asked (convert.pack_logprobs)
 kvern:{cell}:instances              hash    worker instance → highest bucket of its prefix index
 kvern:{cell}:index:<instance>:3     hash    block → generation (uint32), hash (32 bytes), for blocks 192 to 255
 """
@@ -19,7 +20,7 @@ BLOCKS_PER_BUCKET = 64
 
 @dataclass(frozen=True)
 class Keys:
-    """``request``, ``tokens`` and ``index`` are prefixes; the functions in Redis append numbers to them."""
+    """``request``, ``tokens``, ``logprobs`` and ``index`` are prefixes; the functions in Redis append numbers to them."""
 
     cell: str
 
@@ -49,6 +50,10 @@ class Keys:
     @property
     def tokens(self) -> str:
         return self._key("tokens:")
+
+    @property
+    def logprobs(self) -> str:
+        return self._key("logprobs:")
 
     @property
     def index(self) -> str:

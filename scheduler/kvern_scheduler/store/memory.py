@@ -42,6 +42,7 @@ class MemoryStore:
         self._finishes: dict[int, dict[int, bytes]] = {}
         self._expires: list[tuple[float, int, int]] = []
         self._logs: dict[int, bytearray] = {}
+        self._logprobs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
         self._index: dict[str, dict[int, tuple[int, bytes]]] = {}
 
@@ -83,6 +84,8 @@ class MemoryStore:
             self._unsorted.append(delta)
         if delta.finished or len(self._unsorted) >= _COMPACT_AFTER:
             self._compact()
+        for seq_no, packed in delta.logprobs:
+            self._logprobs.setdefault(seq_no, bytearray()).extend(packed)
         for finish in delta.finished:
             rid, choice = split_seq_no(finish.seq_no)
             self._finishes.setdefault(rid, {})[choice] = finish.record
@@ -116,6 +119,10 @@ class MemoryStore:
             rid, choice = split_seq_no(seq_no)
             if rid in state.requests:
                 state.requests[rid].tokens[choice] = np.frombuffer(bytes(log), np.int32)
+        for seq_no, packed in self._logprobs.items():
+            rid, choice = split_seq_no(seq_no)
+            if rid in state.requests:
+                state.requests[rid].logprobs[choice] = bytes(packed)
         for instance, index in self._index.items():
             state.index[instance] = IndexEntries(
                 instance,
@@ -153,3 +160,4 @@ class MemoryStore:
         self._finishes.pop(rid, None)
         for choice in range(num_choices):
             self._logs.pop(rid << CHOICE_BITS | choice, None)
+            self._logprobs.pop(rid << CHOICE_BITS | choice, None)

@@ -77,6 +77,7 @@ class RedisStore:
             keys.request,
             keys.tokens,
             keys.index,
+            keys.logprobs,
         )
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
@@ -131,17 +132,22 @@ class RedisStore:
         return state
 
     async def _load_tokens(self, state: State) -> None:
-        logs = [
-            (stored, choice)
-            for stored in state.requests.values()
-            for choice in range(session_pb2.Submit.FromString(stored.record).n)
-        ]
+        logs = []
+        for stored in state.requests.values():
+            submit = session_pb2.Submit.FromString(stored.record)
+            asked = submit.params.HasField("logprobs") or submit.params.HasField("prompt_logprobs")
+            for choice in range(submit.n):
+                logs.append((self.keys.tokens, stored, choice))
+                if asked:
+                    logs.append((self.keys.logprobs, stored, choice))
         answers = await self._pipeline(
-            [("GET", f"{self.keys.tokens}{stored.rid}.{choice}") for stored, choice in logs]
+            [("GET", f"{prefix}{stored.rid}.{choice}") for prefix, stored, choice in logs]
         )
-        for (stored, choice), packed in zip(logs, answers, strict=True):
-            if packed:
+        for (prefix, stored, choice), packed in zip(logs, answers, strict=True):
+            if packed and prefix == self.keys.tokens:
                 stored.tokens[choice] = np.frombuffer(packed, "<i4")
+            elif packed:
+                stored.logprobs[choice] = packed
 
     async def _load_index(self, state: State) -> None:
         for instance, highest in _to_dict(await self._call("HGETALL", self.keys.instances)).items():
@@ -217,6 +223,9 @@ def _pack(delta: Delta) -> list[Any]:
     ]
     for request in delta.requests:
         arguments += request
+    arguments.append(len(delta.logprobs))
+    for seq_no, packed in delta.logprobs:
+        arguments += (*split_seq_no(seq_no), packed)
     arguments.append(len(delta.finished))
     for finish in delta.finished:
         rid, choice = split_seq_no(finish.seq_no)

@@ -88,6 +88,13 @@ class ChoiceOutput:
         self.finished = self._choice.finished
         self._choice.generation.stop(self._choice)
 
+    def end_before(self, num_tokens: int) -> None:
+        """An earlier response has told its client everything of this choice."""
+        self._stream.num_tokens = num_tokens
+        self.finish_reason = "stop"
+        if not self._choice.done:
+            self._choice.generation.stop(self._choice)
+
     def finish(self, finished: session_pb2.Finished) -> str:
         """The text still held when the scheduler ended the choice."""
         text = self._stream.finish()

@@ -16,6 +16,7 @@ from kvern.rpc.errors import invalid
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
 from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED
+from kvern_gateway.http.resume import EventIds, parse_last_event_id
 from kvern_gateway.http.wire import Scope, body_digest, header
 from kvern_gateway.output import TextOptions
 from kvern_gateway.validation import (
@@ -67,6 +68,8 @@ class Job:
     echo_only: bool
     return_token_ids: bool
     tokens_as_ids: bool
+    # Of a stream whose request was named by its client.
+    event_ids: EventIds | None
 
     @property
     def num_choices(self) -> int:
@@ -197,6 +200,9 @@ def build_job(
         echo_only=echo_only,
         return_token_ids=fields.boolean("return_token_ids"),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+        event_ids=parse_last_event_id(header(scope, b"last-event-id"), len(prompts) * routing.n)
+        if stream and named
+        else None,
     )
 
 

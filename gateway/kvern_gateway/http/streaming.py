@@ -17,6 +17,7 @@ from kvern_gateway.http.logprobs import LogprobFormatter
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import Connection
 from kvern_gateway.http.results import prompt_entries, usage_object
+from kvern_gateway.http.resume import Position
 from kvern_gateway.http.wire import encode_json, error_object
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
@@ -55,6 +56,8 @@ class EventStream:
         connection.on_writable = self._resume
 
     def start(self) -> None:
+        for sink in self._sinks:
+            sink.skip_ended()
         for generation, sink in zip(self.generations, self._sinks, strict=True):
             generation.attach_sink(sink)
 
@@ -120,10 +123,20 @@ class GenerationSink:
         self._tail = self._close + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._formatter = LogprobFormatter(gateway.decoders, job.logprobs or 0, job.tokens_as_ids)
         self._offsets = [0] * len(self.outputs)
-        self._begun = [False] * len(self.outputs)
+        self._ids = job.event_ids
+        positions = [Position()] * job.num_choices if self._ids is None else self._ids.sent_before
+        self._sent_before = positions[base_index : base_index + len(self.outputs)]
+        self._begun = [position.next_index > 0 for position in self._sent_before]
 
     def fail(self, error: KvernError) -> None:
         self._stream.fail(error)
+
+    def skip_ended(self) -> None:
+        """Choices of whose end the client knows already."""
+        for output, position in zip(self.outputs, self._sent_before, strict=True):
+            if position.ended:
+                output.end_before(position.next_index)
+                self._stream.choice_ended()
 
     def flush(self, choice: Choice) -> None:
         connection, output = self._stream.connection, self.outputs[choice.index]
@@ -146,30 +159,49 @@ class GenerationSink:
         head, tail, plain = self._heads[index], self._tail, stream.plain
         push = output.push
         last = len(tokens) - 1 if finished is not None else -1
+        ids, sent_before = self._ids, self._sent_before[index].next_index
         for position, token in enumerate(tokens):
             text = push(token)
+            sent = first + position < sent_before
+            if sent:
+                text = ""
             if position == last and output.finish_reason is None:
                 assert finished is not None
                 text += output.finish(finished)
             if stream.job.echo_only:
                 text = ""
-            if plain and output.finish_reason is None:
+            ended = output.finish_reason is not None
+            if sent and not ended:
+                self._skip_logprobs(index, token)
+                continue
+            if ids is not None:
+                parts.append(ids.after(self._base_index + index, first + position + 1, ended))
+            if plain and not ended:
                 parts.append(head)
                 parts.append(encode_json(text))
                 parts.append(tail)
             else:
                 parts.append(
-                    head + encode_json(text) + self._full_tail(choice, output, token, first + position)
+                    head
+                    + encode_json(text)
+                    + self._full_tail(choice, output, None if sent else token, first + position)
                 )
-            if output.finish_reason is not None:
+            if ended:
                 break
         if output.finish_reason is None and finished is not None:
             text = output.finish(finished)
+            if ids is not None:
+                parts.append(ids.after(self._base_index + index, choice.first_index, True))
             parts.append(head + encode_json(text) + self._full_tail(choice, output, None, 0))
         if parts:
             stream.connection.write_chunk(b"".join(parts))
         if output.finish_reason is not None:
             self._choice_ended(choice, output)
+
+    def _skip_logprobs(self, index: int, token: int) -> None:
+        """Keeps text offsets right after a token that an earlier response showed."""
+        if self._stream.job.logprobs is not None and not self._stream.job.chat:
+            _, self._offsets[index] = self._formatter.completion([(token, None)], self._offsets[index])
 
     def _begin(self, index: int) -> list[bytes]:
         """What precedes a choice's first token: the role of a chat, the echo of a completion."""

@@ -18,7 +18,7 @@ KINDS = ("scheduler", "worker", "gateway", "store")
 # Beside the kills of a kind: one freeze for so many of them.
 KILLS_PER_FREEZE = 4
 # Of the faults: come while the one before is being recovered from. They count for everything but the stalls.
-OVERLAP_SHARE = 0.15
+OVERLAP_SHARE = 0.1
 RECOVERY_TIMEOUT_S = 30.0
 _MOMENT_TIMEOUT_S = 2.0
 _MOMENTS = ("any", "any", "submit", "accepted", "token", "ended")

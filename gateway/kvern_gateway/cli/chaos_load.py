@@ -161,6 +161,16 @@ class Load:
             replay = choices.random() < REPLAY_SHARE
             await asyncio.sleep(choices.uniform(*_BACKOFF_S))
 
+    async def _read_again(self, surface: Surface, record: Record, choices: random.Random) -> None:
+        """An attempt: a fault may cut it short."""
+        try:
+            await self._connect(surface, record, choices.choice(self._gateways), replay=True)
+        except Broken:
+            pass
+        except Refused as error:
+            if not error.retryable:
+                raise
+
     async def _connect(self, surface: Surface, record: Record, gateway: GatewayAddress, replay: bool) -> None:
         self.num_connections += 1
         record.gateways.append((perf_counter(), gateway.name))

@@ -4,6 +4,8 @@
 // When none is left the caller closes the gate and waits only for helpers inside. So a helper that the
 // system hasn't scheduled costs nothing, where the barrier of an OpenMP region would stop the caller for a
 // whole time slice: on cores shared with other processes a step of 120 such regions takes ten times as long.
+// A helper that is put aside in the middle of a task does stop the caller. That shows that the cores are
+// wanted elsewhere, so the caller then works alone for a multiple of the time lost.
 //
 //   caller   publish ── tasks ── close ── wait for gate = 0
 //   helper   sleep / spin on `generation` ── enter if open (gate + 1) ── tasks ── leave (gate - 1)
@@ -25,6 +27,7 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr uint32_t OPEN = 1u << 31;
+constexpr int64_t STALL_NS = 200'000, REST_FACTOR = 20, MAX_REST_NS = 100'000'000;
 constexpr int64_t SPIN_NS = 50'000;  // longer than the gap between two ops of a step
 
 struct alignas(64) {
@@ -44,6 +47,7 @@ struct {
 } job;
 std::atomic<int> sleepers{0};
 std::atomic<bool> busy{false};
+int64_t rest_until = 0;  // the caller works alone until then; changed only while busy is held
 int started = 0;  // helper threads, changed only while busy is held
 pid_t owner = 0;  // the process that they live in
 
@@ -80,10 +84,10 @@ void wake_helpers(int count) {
 #endif
 }
 
-void work(int thread) {
-  for (;;) {
+int64_t work(int thread) {
+  for (int64_t done = 0;; ++done) {
     int64_t task = counter.next.fetch_add(1, std::memory_order_relaxed);
-    if (task >= job.tasks) return;
+    if (task >= job.tasks) return done;
     job.run(job.context, task, thread);
   }
 }
@@ -128,13 +132,31 @@ void start_helpers(int wanted) {
   }
 }
 
+// Until all have left. More than a task's length over STALL_NS means that one was put aside.
+void wait_for_helpers(int64_t begin, int64_t done) {
+  int64_t end = 0;
+  for (int i = 1; door.gate.load(std::memory_order_acquire) != 0; ++i) {
+    pause();
+    if (end == 0) end = now_ns();
+    if (i % 1024 == 0) sched_yield();
+  }
+  if (end == 0) return;
+  const int64_t now = now_ns(), lost = now - end - 2 * (end - begin) / (done + 1);
+  if (lost < STALL_NS) return;
+  const int64_t rest = lost * REST_FACTOR;
+  rest_until = now + (rest < MAX_REST_NS ? rest : MAX_REST_NS);
+}
+
 }  // namespace
 
 void run_parallel(int threads, int64_t tasks, void (*run)(void*, int64_t, int), void* context) {
   if (threads > MAX_THREADS) threads = MAX_THREADS;
   if (threads > tasks) threads = (int)tasks;
   // One job at a time: a second caller does its own alone.
-  if (threads <= 1 || busy.exchange(true, std::memory_order_acquire)) {
+  const bool alone = threads <= 1 || busy.exchange(true, std::memory_order_acquire);
+  const int64_t begin = alone ? 0 : now_ns();
+  if (alone || begin < rest_until) {
+    if (!alone) busy.store(false, std::memory_order_release);
     for (int64_t task = 0; task < tasks; ++task) run(context, task, 0);
     return;
   }
@@ -144,15 +166,8 @@ void run_parallel(int threads, int64_t tasks, void (*run)(void*, int64_t, int), 
   door.gate.store(OPEN, std::memory_order_release);
   published.generation.fetch_add(1);
   wake_helpers(threads - 1);
-  work(0);
-  door.gate.fetch_and(~OPEN, std::memory_order_acq_rel);
-  for (int i = 1; door.gate.load(std::memory_order_acquire) != 0; ++i) {
-    if (i % 1024 == 0) {
-      sched_yield();
-    } else {
-      pause();
-    }
-  }
+  const int64_t done = work(0);
+  if (door.gate.fetch_and(~OPEN, std::memory_order_acq_rel) != OPEN) wait_for_helpers(begin, done);
   busy.store(false, std::memory_order_release);
 }
 

@@ -186,7 +186,35 @@ INLINE V16 zero_below(V16 x, V16 low, V16 y) {
 #include "simd_portable.h"
 #endif
 
-// Lane by lane in a fixed tree, the same on every variant.
+// Halves onto each other in a fixed tree, the same on every variant.
+#if defined(__AVX2__)
+INLINE __m256 lower(V16 a) {
+#if defined(__AVX512F__)
+  return _mm512_castps512_ps256(a.v);
+#else
+  return a.a;
+#endif
+}
+INLINE __m256 upper(V16 a) {
+#if defined(__AVX512F__)
+  return _mm512_extractf32x8_ps(a.v, 1);
+#else
+  return a.b;
+#endif
+}
+INLINE float hsum(V16 a) {
+  __m256 eight = _mm256_add_ps(lower(a), upper(a));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float hmax(V16 a) {
+  __m256 eight = _mm256_max_ps(lower(a), upper(a));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 INLINE float hsum(V16 a) {
   float t[LANES];
   store(t, a);
@@ -203,6 +231,7 @@ INLINE float hmax(V16 a) {
   }
   return t[0];
 }
+#endif
 
 // e^x: Cody-Waite reduction and a degree-6 polynomial, 2 ulp; 0 below -87.3, infinity above 88.3.
 INLINE V16 exp(V16 x) {

@@ -66,12 +66,12 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if session.overflowed:
-            log.warning("gateway %s does not read; its session is closed", session.gateway_id)
         for task in done:
             error = task.exception()
-            if error is not None and not isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError):
-                raise error
+            if error is None or isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError):
+                continue
+            log.warning("the session of gateway %s ends: %s", session.gateway_id[:40], error)
+            raise error
         if False:
             yield  # the error interceptor wants an async generator
 

@@ -60,6 +60,7 @@ class Gateway:
         self.logprobs: dict[int, list[session_pb2.ChoiceLogprobs]] = {}
         self.finished: dict[int, session_pb2.Finished] = {}
         self.error: grpc.aio.AioRpcError | None = None
+        self.violation: AssertionError | None = None
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -67,10 +68,7 @@ class Gateway:
         self._call: Any = self.stub.Session()  # type: ignore[call-arg]
         await self._call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id="test")))
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
-        await self.until(lambda: self.welcome is not None or self.error is not None)
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        await self.until(lambda: self.welcome is not None)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -92,6 +90,8 @@ class Gateway:
         """Waits until what has arrived fulfils ``condition``."""
         async with asyncio.timeout(timeout):
             while not condition():
+                if failure := self.violation or self.error:
+                    raise failure
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -111,6 +111,9 @@ class Gateway:
                 self._changed.set()
         except grpc.aio.AioRpcError as error:
             self.error = error
+        except AssertionError as error:
+            self.violation = error
+        finally:
             self._changed.set()
 
     def _take(self, response: session_pb2.SessionResponse) -> None:

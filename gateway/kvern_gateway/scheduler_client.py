@@ -26,6 +26,7 @@ from kvern.rpc.errors import KvernError, error_from_rpc
 from kvern.rpc.packing import unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2, session_pb2_grpc
 from kvern_gateway.generation import Choice, Generation, unavailable
+from kvern_gateway.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ PATIENCE_S = 10.0
 # New requests are refused at once when it has been away for longer than this.
 ADMIT_PATIENCE_S = 1.0
 BACKOFF_S = (0.05, 0.3)
-_MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_CHOICES = 128
 _MAX_HANDLE = 2**32 - 1
 
@@ -60,10 +60,7 @@ class SchedulerClient:
         self._generations: dict[int, Generation] = {}
         self._choices: dict[int, Choice] = {}
         self._next_handle = 1
-        self._wake = asyncio.Event()
-        self._submits: list[session_pb2.Submit] = []
-        self._attaches: list[session_pb2.Attach] = []
-        self._cancels: list[session_pb2.CancelHandle] = []
+        self._outgoing = Outgoing()
         self._lost_at: float | None = None
         self._heard_at = 0.0
 
@@ -82,8 +79,7 @@ class SchedulerClient:
         generation = Generation(submit, self)
         self._generations[submit.handle] = generation
         self._choices.update((choice.handle, choice) for choice in generation.choices)
-        self._submits.append(submit)
-        self._wake.set()
+        self._outgoing.submit(submit)
         return generation
 
     def attach(self, request_id: str, tenant: str = "") -> Generation:
@@ -100,8 +96,7 @@ class SchedulerClient:
         submit = session_pb2.Submit(handle=first, request_id=request_id, tenant=tenant, resumable=True)
         generation = Generation(submit, self, attached=True)
         self._generations[first] = generation
-        self._attaches.append(session_pb2.Attach(handle=first, request_id=request_id, tenant=tenant))
-        self._wake.set()
+        self._outgoing.attach(session_pb2.Attach(handle=first, request_id=request_id, tenant=tenant))
         return generation
 
     def forget(self, generation: Generation) -> None:
@@ -130,9 +125,8 @@ class SchedulerClient:
             choice.done = True
             choice.stopped = stopped
             self._choices.pop(choice.handle, None)
-            self._cancels.append(session_pb2.CancelHandle(handle=choice.handle, stopped=stopped))
+            self._outgoing.cancel([choice.handle], stopped=stopped)
             self._forget_if_done(choice.generation)
-        self._wake.set()
 
     def cancel_request(self, request_id: str) -> bool:
         """False when no request of that id is open here."""
@@ -239,7 +233,7 @@ class SchedulerClient:
         self._lost_at = None
         self._resume()
         self.connected.set()
-        self._wake.set()
+        self._outgoing.wake.set()
         log.info(
             "session with %s: cell %s, epoch %d, model %s",
             address,
@@ -250,18 +244,16 @@ class SchedulerClient:
 
     def _resume(self) -> None:
         """Says everything that is open anew on a new session. Choices that a stop string ended are cancelled again."""
-        self._submits.clear()
-        self._cancels.clear()
-        self._attaches.clear()
+        self._outgoing.clear()
         for handle, generation in list(self._generations.items()):
             if generation.orphaned:
                 # Its client may be at another gateway by now; if not, the scheduler's own grace ends it.
                 self._fail(generation, unavailable("nobody listened when the session broke"))
                 continue
             if not generation.admitted.done() and not generation.attached:
-                self._submits.append(generation.submit)
+                self._outgoing.submit(generation.submit)
                 continue
-            self._attaches.append(
+            self._outgoing.attach(
                 session_pb2.Attach(
                     handle=handle,
                     request_id=generation.submit.request_id,
@@ -269,48 +261,27 @@ class SchedulerClient:
                     next_index=[choice.next_index for choice in generation.choices],
                 )
             )
-            self._cancels.extend(
-                session_pb2.CancelHandle(handle=choice.handle, stopped=choice.stopped)
-                for choice in generation.choices
-                if choice.done and choice.finished is None
-            )
+            for choice in generation.choices:
+                if choice.done and choice.finished is None:
+                    self._outgoing.cancel([choice.handle], stopped=choice.stopped)
 
     async def _write_loop(self, call: Any) -> None:
         try:
             while True:
                 try:
                     async with asyncio.timeout(HEARTBEAT_S):
-                        await self._wake.wait()
+                        await self._outgoing.wake.wait()
                 except TimeoutError:
                     pass
-                self._wake.clear()
-                while True:
-                    await call.write(self._outgoing())
-                    if not self.connected.is_set() or not (self._submits or self._attaches or self._cancels):
-                        break
+                self._outgoing.wake.clear()
+                # Before the welcome there are heartbeats only: what waits is said anew then.
+                await call.write(
+                    self._outgoing.take() if self.connected.is_set() else session_pb2.SessionRequest()
+                )
+                while self.connected.is_set() and self._outgoing.waiting:
+                    await call.write(self._outgoing.take())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # The reader sees the status.
-
-    def _outgoing(self) -> session_pb2.SessionRequest:
-        """The next message; an empty one is a heartbeat. Cancels follow the submits that they may be about."""
-        request = session_pb2.SessionRequest()
-        if not self.connected.is_set():
-            return request
-        if self._submits or self._attaches:
-            request.attaches.extend(self._attaches)
-            self._attaches.clear()
-            size = taken = 0
-            for submit in self._submits:
-                size += len(submit.prompt_token_ids) + len(submit.block_hashes)
-                if taken and size > _MAX_MESSAGE_BYTES:
-                    break
-                request.submits.append(submit)
-                taken += 1
-            del self._submits[:taken]
-        else:
-            request.cancels.extend(self._cancels)
-            self._cancels.clear()
-        return request
 
     async def _watch(self, call: Any) -> None:
         last = time.monotonic()
@@ -405,8 +376,7 @@ class SchedulerClient:
 
     def _break(self, generation: Generation) -> None:
         open_choices = [choice for choice in generation.choices if not choice.done]
-        self._cancels.extend(session_pb2.CancelHandle(handle=choice.handle) for choice in open_choices)
-        self._wake.set()
+        self._outgoing.cancel(choice.handle for choice in open_choices)
         error = KvernError(error_pb2.ERROR_CODE_INTERNAL, "internal error; the gateway's log has the stack")
         sink, generation.sink = generation.sink, None
         self._fail(generation, error)
@@ -422,8 +392,7 @@ class SchedulerClient:
             # An attach after a lost session. Nothing was said to the client yet: starting over is not noticed.
             fresh = all(choice.next_index == 0 and not choice.done for choice in generation.choices)
             if fresh and not generation.attached:
-                self._submits.append(generation.submit)
-                self._wake.set()
+                self._outgoing.submit(generation.submit)
                 return
             error = unavailable(
                 f"the request was lost with its scheduler: {error.message}; send it again", 100

@@ -17,6 +17,7 @@ from kvern.v1 import error_pb2, generation_pb2, sampling_pb2, session_pb2
 from kvern.v1.generation_pb2_grpc import GenerationServiceStub
 from kvern_gateway import scheduler_client
 from kvern_gateway.generation import Choice
+from kvern_gateway.outgoing import Outgoing
 from kvern_gateway.scheduler_client import SchedulerClient, SessionLost
 from kvern_gateway.text.tokenizer import TextModel
 
@@ -326,6 +327,21 @@ async def test_a_defect_in_one_request_ends_that_one_only() -> None:
     assert first.error is not None and first.error.code == error_pb2.ERROR_CODE_INTERNAL
     assert second.tokens == [6]
     assert client.num_open == 1
+
+
+def test_messages_are_bounded_and_cancels_come_after_submits() -> None:
+    outgoing = Outgoing()
+    outgoing.cancel([1], stopped=True)
+    for handle in range(3):
+        outgoing.submit(session_pb2.Submit(handle=handle, prompt_token_ids=bytes(5 * 2**20)))
+    outgoing.attach(session_pb2.Attach(handle=9))
+    messages = []
+    while outgoing.waiting:
+        messages.append(outgoing.take())
+    assert [[submit.handle for submit in message.submits] for message in messages] == [[0], [1], [2], []]
+    assert [len(message.attaches) for message in messages] == [1, 0, 0, 0]
+    assert [cancel.stopped for cancel in messages[-1].cancels] == [True]
+    assert outgoing.take() == session_pb2.SessionRequest()
 
 
 async def test_handles_of_open_choices_are_not_given_out_again() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         welcome = asyncio.create_task(self._welcome(engine, session))
         try:
             while request is not EOF:
-                session.last_heard = time.monotonic()
+                session.heard = True
                 for cancel in request.cancels:
                     engine.cancel(session, cancel)
                 for submit in request.submits:

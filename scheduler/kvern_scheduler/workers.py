@@ -30,7 +30,8 @@ from kvern_scheduler.engine import Engine
 from kvern_scheduler.store.base import IndexEntries
 
 HEARTBEAT_S = 0.25
-SILENCE_S = 1.25
+SILENT_BEATS = 5
+"""Counted, not timed: a pause of our own process says nothing about the worker."""
 POLL_S = 0.25
 STEP_TIMEOUT_S = 120.0
 
@@ -59,7 +60,7 @@ class Worker:
         self.instance_id = ""
         self._call: Any = None
         self._writing = False
-        self._last_heard = 0.0
+        self._heard = False
         self._last_sent = 0.0
         self._last_result = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,7 +175,7 @@ class Worker:
         if response is EOF:
             # Raises what the worker ended the stream with.
             raise WorkerLost(f"it ended the stream: {await self._call.details()}")
-        self._last_heard = time.monotonic()
+        self._heard = True
         return response  # type: ignore[no-any-return]
 
     async def _receive(self) -> None:
@@ -233,8 +234,9 @@ class Worker:
 
     async def _watch(self) -> None:
         """Heartbeats, and cancels the call of a worker that is silent or stuck in a step."""
-        self._last_heard = stuck_since = time.monotonic()
-        step = -1
+        stuck_since = time.monotonic()
+        step, silent = -1, 0
+        self._heard = True
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
@@ -242,7 +244,9 @@ class Worker:
             oldest = group.in_flight[0].step if group is not None and group.in_flight else None
             if oldest is None or oldest != step:
                 step, stuck_since = (-1 if oldest is None else oldest), now
-            if now - self._last_heard > SILENCE_S or now - stuck_since > STEP_TIMEOUT_S:
+            silent = 0 if self._heard else silent + 1
+            self._heard = False
+            if silent >= SILENT_BEATS or now - stuck_since > STEP_TIMEOUT_S:
                 self._call.cancel()
                 return
             if now - self._last_sent >= HEARTBEAT_S * 0.9 and not self._writing and self.ready:

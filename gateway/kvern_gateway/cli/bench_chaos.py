@@ -32,10 +32,12 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """``kills`` of each kind, freezes come on top. ``model`` None: a simulated worker at ``step_us`` a step."""
+    """``kills`` and ``restarts`` are of each kind; freezes come on top of kills. ``model`` None: a simulated worker at
+    ``step_us`` a step."""
 
     kinds: tuple[str, ...]
     kills: int
+    restarts: int = 0
     model: Path | None = None
     clients: int = 8
     workers: int = 2
@@ -63,7 +65,8 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
         load = Load(chaos.gateways, templates, expected, options.seed)
         faults = Faults(chaos, load.moments)
         loading = asyncio.create_task(load.run(options.clients))
-        striking = asyncio.create_task(faults.run(draw_faults(options.kinds, options.kills, options.seed)))
+        drawn = draw_faults(options.kinds, options.kills, options.restarts, options.seed)
+        striking = asyncio.create_task(faults.run(drawn))
         try:
             await asyncio.wait({loading, striking}, return_when=asyncio.FIRST_COMPLETED)
             stuck = ""
@@ -90,24 +93,38 @@ def _logs_directory() -> Path:
 
 
 async def _templates(chaos: chaos_stack.ChaosStack, options: ChaosOptions) -> list[Template]:
-    """Greedy and sampled, one choice and several, with and without a stop string, on both surfaces."""
+    """Greedy and sampled, one choice and several, with and without a stop string, on all surfaces."""
     choices = random.Random(f"{options.seed}-templates")
-    found: list[Template] = []
-    for surface in ("http", "grpc"):
-        for temperature, n, stop in ((0.0, 1, False), (1.0, 1, False), (1.0, 3, False), (1.0, 1, True)):
-            found.append(
-                Template(
-                    name=f"{surface}-{'sampled' if temperature else 'greedy'}-{n}{'-stop' if stop else ''}",
-                    surface=surface,
-                    prompt=choices.choice(_PROMPTS),
-                    max_tokens=choices.randint(options.max_tokens // 2, options.max_tokens),
-                    temperature=temperature,
-                    seed=choices.randrange(1, 2**32),
-                    n=n,
-                    stop="?" if stop else "",
-                )
-            )
-    return [await _with_stop(chaos, template, options.seed) for template in found]
+    named = [True] if "gateway" in options.kinds else [True, False]
+    variants = [
+        ("completions", 0.0, 1, False),
+        ("completions", 1.0, 3, False),
+        ("completions", 1.0, 1, True),
+        ("chat", 1.0, 1, False),
+        ("chat", 0.0, 2, True),
+        ("grpc", 0.0, 1, False),
+        ("grpc", 1.0, 3, False),
+        ("grpc", 1.0, 1, True),
+    ]
+    found = [
+        Template(
+            name=f"{surface}-{'sampled' if temperature else 'greedy'}-{n}{'-stop' if stop else ''}",
+            surface=surface,
+            prompt=choices.choice(_PROMPTS),
+            max_tokens=choices.randint(options.max_tokens // 2, options.max_tokens),
+            temperature=temperature,
+            seed=choices.randrange(1, 2**32),
+            n=n,
+            stop="?" if stop else "",
+        )
+        for surface, temperature, n, stop in variants
+    ]
+    found = [await _with_stop(chaos, template, options.seed) for template in found]
+    return [
+        replace(template, name=template.name if name else f"{template.name}-unnamed", named=name)
+        for name in named
+        for template in found
+    ]
 
 
 async def _with_stop(chaos: chaos_stack.ChaosStack, template: Template, seed: int) -> Template:

@@ -1,4 +1,4 @@
-"""Which process is killed or frozen, and when. All of it follows from the seed; only the clock does not."""
+"""Which process is killed, frozen or restarted, and when. All of it follows from the seed; only the clock does not."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ KILLS_PER_FREEZE = 4
 OVERLAP_SHARE = 0.1
 RECOVERY_TIMEOUT_S = 30.0
 _MOMENT_TIMEOUT_S = 2.0
+_SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "restart": signal.SIGTERM}
 _MOMENTS = ("any", "any", "submit", "accepted", "token", "ended")
 # Shorter and longer than the silences (1.25 s) and the lease (1 s) after which others act.
 _FREEZE_S = (0.3, 2.5)
@@ -28,9 +29,11 @@ _FREEZE_S = (0.3, 2.5)
 
 @dataclass(frozen=True)
 class Fault:
-    """``target`` picks among the kind's processes; a scheduler fault strikes the leader, or else the standby."""
+    """``action``: kill, freeze (for ``freeze_s``) or restart (SIGTERM). ``target`` picks among the kind's processes; of
+    the schedulers it is the leader, or else the standby."""
 
     kind: str
+    action: str
     freeze_s: float
     moment: str
     delay_s: float
@@ -40,7 +43,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {'freeze' if self.freeze_s else 'kill'}"
+        return f"{self.kind} {self.action}"
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,24 @@ class Strike:
     alone: bool
 
 
-def draw_faults(kinds: Sequence[str], kills: int, seed: int) -> list[Fault]:
-    """``kills`` of each kind, and freezes beside them, in random order."""
+def draw_faults(kinds: Sequence[str], kills: int, restarts: int, seed: int) -> list[Fault]:
+    """``kills`` of each kind and freezes beside them, then ``restarts``; all in random order."""
     choices = random.Random(f"{seed}-faults")
-    freezes = -(-kills // KILLS_PER_FREEZE)
-    wanted = [(kind, freeze) for kind in kinds for freeze in [False] * kills + [True] * freezes]
+    counts = {"kill": kills, "freeze": -(-kills // KILLS_PER_FREEZE), "restart": restarts}
+    wanted = [(kind, action) for kind in kinds for action, count in counts.items() for _ in range(count)]
     choices.shuffle(wanted)
     return [
         Fault(
             kind=kind,
-            freeze_s=choices.uniform(*_FREEZE_S) if freeze else 0.0,
+            action=action,
+            freeze_s=choices.uniform(*_FREEZE_S),
             moment=choices.choice(_MOMENTS),
             delay_s=choices.uniform(0.0, 0.4),
             target=choices.randrange(2**16),
             leader=choices.random() < 0.9,
             overlap=choices.random() < OVERLAP_SHARE,
         )
-        for kind, freeze in wanted
+        for kind, action in wanted
     ]
 
 
@@ -81,7 +85,7 @@ class Faults:
         self.strikes: list[Strike] = []
         self._chaos = chaos
         self._moments = moments
-        self._thawing: set[asyncio.Task[None]] = set()
+        self._pending: set[asyncio.Task[None]] = set()
 
     async def run(self, faults: Sequence[Fault]) -> None:
         """Raises TimeoutError when the services do not recover."""
@@ -94,20 +98,21 @@ class Faults:
                 if fault.moment != "any":
                     await self._moments.wait(fault.moment, _MOMENT_TIMEOUT_S)
                 await self._strike(fault, alone)
-            await self._thaw()
+            await self._finish()
             if not await self._chaos.until_steady(RECOVERY_TIMEOUT_S):
                 raise TimeoutError(f"the services did not recover within {RECOVERY_TIMEOUT_S:g} s")
         finally:
-            await self._thaw()
+            await self._finish()
 
     async def _settle(self, fault: Fault) -> None:
-        await self._thaw()
+        await self._finish()
         if not await self._chaos.until_steady(RECOVERY_TIMEOUT_S):
             last = self.strikes[-1].fault.name if self.strikes else "the start"
             raise TimeoutError(f"no recovery within {RECOVERY_TIMEOUT_S:g} s of {last}")
 
-    async def _thaw(self) -> None:
-        await asyncio.gather(*self._thawing)
+    async def _finish(self) -> None:
+        """What is frozen thaws, what is told to stop has stopped."""
+        await asyncio.gather(*self._pending)
 
     async def _strike(self, fault: Fault, alone: bool) -> None:
         name = await self._target(fault)
@@ -115,13 +120,13 @@ class Faults:
         if pid is None:
             return  # it is being restarted
         at = perf_counter()
-        if not fault.freeze_s:
-            os.kill(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, _SIGNALS[fault.action])
+        if fault.action == "freeze":
             task = asyncio.create_task(self._thaw_later(pid, fault.freeze_s))
-            self._thawing.add(task)
-            task.add_done_callback(self._thawing.discard)
+        else:
+            task = asyncio.create_task(self._until_gone(name, pid))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
         self.strikes.append(Strike(fault, name, at, alone))
 
     async def _thaw_later(self, pid: int, seconds: float) -> None:
@@ -130,6 +135,12 @@ class Faults:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+    async def _until_gone(self, name: str, pid: int) -> None:
+        """A restarted process may drain for a while."""
+        deadline = perf_counter() + RECOVERY_TIMEOUT_S
+        while self._chaos.supervisor.pid(name) == pid and perf_counter() < deadline:
+            await asyncio.sleep(0.01)
 
     async def _target(self, fault: Fault) -> str:
         names = self._chaos.names[fault.kind]

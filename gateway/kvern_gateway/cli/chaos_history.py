@@ -77,7 +77,7 @@ class _Seen:
 
 
 def check(events: Sequence[Event], expected: Sequence[Output]) -> list[Violation]:
-    """All violations, at most one of a kind for each choice. A request that does not end is lost."""
+    """All violations, at most one of a kind for each choice. A request without an end is lost."""
     seen = [_Seen() for _ in expected]
     found: list[Violation] = []
 

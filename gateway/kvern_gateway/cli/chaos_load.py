@@ -35,6 +35,7 @@ class Record:
     progress: list[float] = field(default_factory=list)
     gateways: list[tuple[float, str]] = field(default_factory=list)
     num_tokens: int = 0
+    accepted: bool = False
 
     @property
     def ended(self) -> float:
@@ -121,9 +122,9 @@ class Load:
     async def request(self, template: Template, request_id: str, choices: random.Random) -> Record:
         """Runs one request to its end, whatever dies meanwhile, and checks what was seen."""
         surface: Surface = (
-            HttpSurface(template, request_id)
-            if template.surface == "http"
-            else GrpcSurface(template, request_id, self._channels)
+            GrpcSurface(template, request_id, self._channels)
+            if template.surface == "grpc"
+            else HttpSurface(template, request_id)
         )
         record = Record(template, request_id, perf_counter())
         expected = self._expected.get(template.name)
@@ -132,7 +133,7 @@ class Load:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await self._until_ended(surface, record, choices)
-                if expected is not None and choices.random() < REREAD_SHARE:
+                if expected is not None and template.named and choices.random() < REREAD_SHARE:
                     await self._read_again(surface, record, choices)
         except TimeoutError:
             record.events.append(Lost(f"no end within {REQUEST_TIMEOUT_S:g} s"))
@@ -152,10 +153,11 @@ class Load:
             try:
                 await self._connect(surface, record, gateway, replay)
                 return
-            except Broken:
-                pass
+            except Broken as error:
+                if not record.template.named and record.accepted:
+                    raise Refused(f"the stream of an unnamed request broke: {error}", False) from error
             except Refused as error:
-                if not error.retryable:
+                if not error.retryable or (not record.template.named and record.accepted):
                     raise
             index += 1
             replay = choices.random() < REPLAY_SHARE
@@ -178,6 +180,7 @@ class Load:
             async for event in received:
                 record.events.append(event)
                 if isinstance(event, Opened):
+                    record.accepted = True
                     self.moments.happened("accepted")
                 elif isinstance(event, Piece | Ended):
                     record.progress.append(perf_counter())

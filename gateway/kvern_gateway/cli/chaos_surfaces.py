@@ -28,7 +28,11 @@ _RETRYABLE = {429, 503}
 
 @dataclass(frozen=True)
 class Template:
-    """A request that is repeated under many ids; its output is the same each time."""
+    """A request that is repeated under many ids; its output is the same each time.
+
+    ``surface``: completions, chat or grpc. One that is not ``named`` tells the server no id, so it cannot outlive its
+    gateway; everything else it outlives.
+    """
 
     name: str
     surface: str
@@ -38,6 +42,7 @@ class Template:
     seed: int = 0
     n: int = 1
     stop: str = ""
+    named: bool = True
 
 
 class Broken(Exception):
@@ -65,7 +70,7 @@ class Surface(Protocol):
 
 @dataclass
 class HttpSurface:
-    """``/v1/completions`` with ``stream``; goes on by the same POST with Last-Event-ID."""
+    """OpenAI's completions or chat, streamed; goes on by the same POST with Last-Event-ID."""
 
     template: Template
     request_id: str
@@ -76,7 +81,6 @@ class HttpSurface:
     def body(self) -> dict[str, Any]:
         template = self.template
         body: dict[str, Any] = {
-            "prompt": template.prompt,
             "max_tokens": template.max_tokens,
             "temperature": template.temperature,
             "seed": template.seed,
@@ -84,9 +88,16 @@ class HttpSurface:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
-            "request_id": self.request_id,
         }
-        return {**body, "stop": [template.stop]} if template.stop else body
+        if template.surface == "chat":
+            body["messages"] = [{"role": "user", "content": template.prompt}]
+        else:
+            body["prompt"] = template.prompt
+        if template.stop:
+            body["stop"] = [template.stop]
+        if template.named:
+            body["request_id"] = self.request_id
+        return body
 
     async def connect(self, gateway: GatewayAddress, replay: bool) -> AsyncGenerator[Event, None]:
         from_start = replay or self._last_id is None
@@ -94,7 +105,8 @@ class HttpSurface:
         if from_start:
             self._due, self._ended = [0] * self.template.n, set()
         opened = False
-        async with aclosing(post_events(gateway, "/v1/completions", self.body(), headers)) as received:
+        path = "/v1/chat/completions" if self.template.surface == "chat" else "/v1/completions"
+        async with aclosing(post_events(gateway, path, self.body(), headers)) as received:
             async for event_id, data in received:
                 if not opened:
                     opened = True
@@ -115,8 +127,9 @@ class HttpSurface:
         for choice in parsed["choices"]:
             index = choice["index"]
             tokens = tuple(choice.get("token_ids") or ())
-            if tokens or choice["text"]:
-                events.append(Piece(index, self._due[index], tokens, choice["text"]))
+            text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+            if tokens or text:
+                events.append(Piece(index, self._due[index], tokens, text))
             self._due[index] += len(tokens)
             if choice["finish_reason"] is not None:
                 self._ended.add(index)
@@ -205,7 +218,7 @@ class GrpcSurface:
             ),
             stop=[template.stop] if template.stop else [],
             n=template.n,
-            request_id=self.request_id,
+            request_id=self.request_id if template.named else "",
         )
 
     async def connect(self, gateway: GatewayAddress, replay: bool) -> AsyncGenerator[Event, None]:

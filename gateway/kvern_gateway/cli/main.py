@@ -298,7 +298,8 @@ def bench_start(
 @bench.command("chaos")
 def bench_chaos(
     kind: Annotated[str, typer.Option(help="scheduler, worker, gateway, store, or all")] = "all",
-    kills: Annotated[int, typer.Option(min=1, help="Of each kind; freezes come on top")] = 20,
+    kills: Annotated[int, typer.Option(min=0, help="Of each kind; freezes come on top")] = 20,
+    restarts: Annotated[int, typer.Option(min=0, help="SIGTERM, as in a rolling upgrade; of each kind")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="Folder or .gguf file [default: a simulated model]")
     ] = None,
@@ -318,7 +319,13 @@ def bench_chaos(
         _fail(ValueError("--model contradicts --sim" if sim else f"--model {str(model)!r} is not there"))
     kinds = KINDS if kind == "all" else (kind,)
     options = benchmark.ChaosOptions(
-        kinds, kills, model.resolve() if model else None, clients=clients, workers=workers, seed=seed
+        kinds,
+        kills,
+        restarts,
+        model.resolve() if model else None,
+        clients=clients,
+        workers=workers,
+        seed=seed,
     )
     result = _print_result(benchmark.run(options), benchmark.render, as_json)
     raise typer.Exit(benchmark.exit_code(result))

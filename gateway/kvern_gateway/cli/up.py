@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -251,7 +252,7 @@ def _greet(options: StackOptions, console: Console, times: StartTimes) -> None:
         f"  logs         {options.data_dir / 'logs'}",
         "",
         f"  try          curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        f"  chat         kvern chat --base-url {base}",
+        f"  chat         {sys.argv[0]} chat --base-url {base}",
         "  stop         Ctrl-C",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)

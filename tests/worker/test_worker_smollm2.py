@@ -124,7 +124,8 @@ def test_quantized_weights_give_the_tokens_of_float32_ones(smollm2: ModelExecuto
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_fifty_prompts_of_64_tokens(smollm2: ModelExecutor, oracle: Any) -> None:
-    prompts = prompts_of(50, 8, 200)
+    prompts = prompts_of(50, 8, 100)
     for prompt, output in zip(prompts, generate(smollm2, prompts, 64), strict=True):
         assert_greedy(oracle, prompt, output)

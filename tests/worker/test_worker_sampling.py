@@ -245,7 +245,12 @@ def test_a_released_slot_forgets_everything() -> None:
     state = SamplingState(1, VOCAB, (2,))
     best = int(logits.argmax())
     fancy = SamplingParams(
-        temperature=0.0, bad_token_ids=[best], frequency_penalty=1.0, logprobs=3, min_tokens=5
+        temperature=0.0,
+        bad_token_ids=[best],
+        frequency_penalty=1.0,
+        logprobs=3,
+        prompt_logprobs=1,
+        min_tokens=5,
     )
     state.add(0, fancy, np.array([1], np.int32), 1)
     state.release([0])
@@ -253,6 +258,7 @@ def test_a_released_slot_forgets_everything() -> None:
     assert bool(state.plain[0])
     assert sample(logits, np.array([0]), np.array([1]), state).token_ids.tolist() == [best]
     assert not state.any_edits
+    assert (state.penalty_row[0], state.prompt_logprobs[0], state.logprobs[0]) == (-1, -1, -1)
 
 
 @pytest.mark.parametrize(

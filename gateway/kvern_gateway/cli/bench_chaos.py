@@ -21,6 +21,7 @@ from kvern_gateway.cli.chaos_surfaces import Template
 
 # Waits that began so long after a fault have nothing to do with it.
 WINDOW_S = 10.0
+IDLE_TIMEOUT_S = 10.0
 _MOST_DETAILS = 20
 _PROMPTS = (
     "Once upon a time there was a mill by a river, and",
@@ -47,8 +48,10 @@ class ChaosOptions:
 
     @property
     def flags(self) -> dict[str, object]:
-        sim = {"sim_step_us": self.step_us, "sim_num_blocks": 4096}
-        return {"max_model_len": 1024, "max_num_seqs": 64, **({} if self.model else sim)}
+        own: dict[str, object] = {"kv_cache_memory_bytes": 256 * 2**20}
+        if self.model is None:
+            own = {"sim_step_us": self.step_us, "sim_num_blocks": 4096}
+        return {"max_model_len": 1024, "max_num_seqs": 64, **own}
 
 
 async def run(options: ChaosOptions) -> dict[str, Any]:
@@ -76,6 +79,8 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
                 striking.result()
             load.stop()
             await loading
+            if not stuck and not await chaos.until_idle(IDLE_TIMEOUT_S):
+                stuck = f"sequences are still computed {IDLE_TIMEOUT_S:g} s after the last request has ended"
         except BaseException:
             kept.directory = _logs_directory()
             raise
@@ -85,7 +90,9 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
             await asyncio.gather(loading, striking, return_exceptions=True)
         if load.violations or stuck:
             kept.directory = _logs_directory()
-    return _result(options, load, faults.strikes, perf_counter() - started, stuck, kept.directory)
+        fenced = sum(" stops leading: " in line for line in chaos.deaths)
+    result = _result(options, load, faults.strikes, perf_counter() - started, stuck, kept.directory)
+    return {**result, "fenced": fenced}
 
 
 def _logs_directory() -> Path:
@@ -202,19 +209,21 @@ def _result(
 
 def stalls_of(strikes: Sequence[Strike], index: int, records: Sequence[Record]) -> list[float]:
     """Of each stream that the fault could stall: seconds of the longest wait from it until the next fault. A fault
-    among others says nothing; a gateway's concerns its own streams only."""
+    among others says nothing, nor does a wait that an earlier one began; a gateway's concerns its own streams only."""
     strike = strikes[index]
     following = strikes[index + 1] if index + 1 < len(strikes) else None
     if not strike.alone or (following is not None and not following.alone):
         return []
     start = strike.at
     end = min(start + WINDOW_S, following.at if following is not None else start + WINDOW_S)
-    return [
-        record.longest_gap(start, end)
+    since = strikes[index - 1].at if index else 0.0
+    waits = (
+        record.longest_gap(start, end, since)
         for record in records
         if record.started < start < record.ended
         and (strike.fault.kind != "gateway" or record.gateway_at(start) == strike.process)
-    ]
+    )
+    return [wait for wait in waits if wait]
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -236,6 +245,7 @@ def render(result: dict[str, Any]) -> str:
         ),
         f"{result['faults']} faults, {result['requests']} requests on {result['connections']} connections, "
         f"{result['tokens']} tokens in {result['elapsed_s']:.0f} s (seed {result['seed']})",
+        f"{result['fenced']} leaders were fenced off",
         f"{result['violations']} violations",
     ]
     if result["stuck"]:

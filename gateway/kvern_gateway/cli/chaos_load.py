@@ -45,11 +45,12 @@ class Record:
         """Name of the gateway that the client was connected to, or waiting for."""
         return next((name for since, name in reversed(self.gateways) if since <= moment), None)
 
-    def longest_gap(self, start: float, end: float) -> float:
-        """Seconds of the longest wait that overlaps the time from ``start`` to ``end``."""
+    def longest_gap(self, start: float, end: float, since: float) -> float:
+        """Seconds of the longest wait that overlaps the time from ``start`` to ``end`` and began after ``since``; 0
+        where there is none."""
         longest, last = 0.0, self.started
         for moment in self.progress:
-            if moment > start and last < end:
+            if moment > start and since <= last < end:
                 longest = max(longest, moment - last)
             last = moment
         return longest

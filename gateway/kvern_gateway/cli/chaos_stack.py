@@ -56,11 +56,14 @@ class ChaosStack:
         supervisor: Supervisor,
         names: Mapping[str, list[str]],
         gateways: list[GatewayAddress],
+        deaths: list[str],
     ) -> None:
         self.options = options
         self.supervisor = supervisor
         self.names = names
         self.gateways = gateways
+        # The supervisor's lines about them.
+        self.deaths = deaths
         self._channels = {name: create_channel(_address(options, name)) for name in names["scheduler"]}
         self._pools = [Pool(Target(HOST, gateway.http_port)) for gateway in gateways]
 
@@ -96,6 +99,17 @@ class ChaosStack:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        """Whether the leader came to compute nothing any more. Nobody asks for anything meanwhile."""
+        deadline = monotonic() + timeout_s
+        while monotonic() < deadline:
+            leader = await self.leader()
+            answer = await self._status(leader) if leader else None
+            if answer is not None and not any(g.num_running + g.num_waiting for g in answer.groups):
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
 
     async def _status(self, name: str) -> session_pb2.GetStatusResponse | None:
         stub = session_pb2_grpc.SchedulerServiceStub(self._channels[name])
@@ -141,8 +155,9 @@ async def running(
     try:
         stack.prepare_directories(options)
         specs, names, gateways = _specs(options, num_workers)
-        supervisor = Supervisor(specs, say=lambda _: None, policy=_AT_ONCE)
-        chaos = ChaosStack(options, supervisor, names, gateways)
+        deaths: list[str] = []
+        supervisor = Supervisor(specs, say=deaths.append, policy=_AT_ONCE)
+        chaos = ChaosStack(options, supervisor, names, gateways, deaths)
         try:
             supervisor.start()
             await _until_serving(chaos)

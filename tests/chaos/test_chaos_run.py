@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from e2e.running import alive, until
 
 KVERN = Path(sys.executable).parent / "kvern"
 KILLS = 2
@@ -29,6 +30,27 @@ def test_nothing_is_lost_whatever_dies() -> None:
     assert result["tokens"] > 2_000
     assert set(result["by_kind"]) >= {"scheduler kill", "worker kill", "gateway kill", "store kill"}
     assert result["stall_ms_p50"] <= result["stall_ms_p99"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
+    argv = [KVERN, "bench", "chaos", "--kind", "worker", "--clients", "2"]
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)
+    try:
+        until(lambda: len(children(process.pid)) == 7, "all services have been started")
+        started = children(process.pid)
+        process.terminate()
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert [pid for pid in started if alive(pid)] == []
+    assert "Traceback" not in (tmp_path / "output").read_text()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_an_unknown_kind_is_refused() -> None:

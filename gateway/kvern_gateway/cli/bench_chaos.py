@@ -56,10 +56,8 @@ class ChaosOptions:
 
 async def run(options: ChaosOptions) -> dict[str, Any]:
     """Raises ChildFailed, UsageError, TimeoutError where the services do not start or do not come back."""
-    task = asyncio.current_task()
-    assert task is not None
-    # As for SIGINT: everything is stopped on the way out.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # Everything is stopped on the way out.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     kept = chaos_stack.Kept()
     started = perf_counter()
     async with chaos_stack.running(options.model, options.workers, options.flags, kept) as chaos:

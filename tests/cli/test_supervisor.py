@@ -44,7 +44,8 @@ SLEEPER = """
         sys.exit(0)
     signal.signal(signal.SIGTERM, stop)
     print("up", flush=True)
-    time.sleep(60)
+    # In short sleeps: a signal just before a long one would be handled after it.
+    while True: time.sleep(0.02)
 """
 
 

@@ -25,7 +25,6 @@ from kvern.v1 import worker_pb2, worker_pb2_grpc
 from kvern_scheduler.convert import plan_to_pb
 from kvern_scheduler.core.errors import ProtocolError, RequestError
 from kvern_scheduler.core.group import Group
-from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.store.base import IndexEntries
 
@@ -125,7 +124,7 @@ class Worker:
         same = known is not None and self.instance_id == description.instance_id
         self.instance_id = description.instance_id
         step = known.step if same and known is not None else 0
-        await self._write(worker_pb2.StepPlan(epoch=self._epoch, step=step))
+        await self._write([worker_pb2.StepPlan(epoch=self._epoch, step=step)])
         while not (await self._read()).results:
             pass
         if same and known is not None:
@@ -197,7 +196,7 @@ class Worker:
             except ProtocolError as error:
                 raise WorkerLost(str(error)) from error
             if not self._writing:
-                await self._send_plans(engine.plan(group))
+                await self._send_plans(self._take_plans())
             engine.settle()
 
     def pump(self) -> None:
@@ -205,32 +204,41 @@ class Worker:
         group = self.group
         if not self.ready or self._writing or group is None or not group.has_room:
             return
-        plan = self._engine.plan(group)
-        if plan is not None:
+        plans = self._take_plans()
+        if plans:
             self._writing = True
-            task = asyncio.create_task(self._pump(plan))
+            task = asyncio.create_task(self._pump(plans))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(self, plan: Plan) -> None:
+    async def _pump(self, plans: list[worker_pb2.StepPlan]) -> None:
         # The reader sees the same failure and reports it.
         with contextlib.suppress(*CALL_ERRORS, asyncio.CancelledError):
-            await self._send_plans(plan)
+            await self._send_plans(plans)
 
-    async def _send_plans(self, plan: Plan | None) -> None:
-        group = self.group
-        assert group is not None
+    def _take_plans(self) -> list[worker_pb2.StepPlan]:
+        """All plans that may be in flight now. They share a message: where steps take next to no time, two results
+        come back together too, and a step costs half the messages."""
+        plans = []
+        while self.ready and self.group is not None:
+            plan = self._engine.plan(self.group)
+            if plan is None:
+                break
+            plans.append(plan_to_pb(plan, self._epoch))
+        return plans
+
+    async def _send_plans(self, plans: list[worker_pb2.StepPlan]) -> None:
         self._writing = True
         try:
-            while plan is not None:
-                await self._write(plan_to_pb(plan, self._epoch))
-                plan = self._engine.plan(group) if self.ready else None
+            while plans:
+                await self._write(plans)
+                plans = self._take_plans()
         finally:
             self._writing = False
 
-    async def _write(self, plan: worker_pb2.StepPlan) -> None:
+    async def _write(self, plans: list[worker_pb2.StepPlan]) -> None:
         self._last_sent = time.monotonic()
-        await self._call.write(worker_pb2.ExecuteRequest(plans=[plan]))
+        await self._call.write(worker_pb2.ExecuteRequest(plans=plans))
 
     async def _watch(self) -> None:
         """Heartbeats, and cancels the call of a worker that is silent or stuck in a step."""

@@ -149,6 +149,7 @@ class Stream:
         self.num_events = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.last_event_id = ""
         self.longest_gap_s = 0.0
         self._request = (base_url, body, headers)
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -180,13 +181,16 @@ class Stream:
                 if answer.status_code != 200:
                     self.error = f"HTTP {answer.status_code}: {answer.read().decode()}"
                     return
-                last = time.monotonic()
+                last, last_event_id = time.monotonic(), ""
                 for line in answer.iter_lines():
+                    if line.startswith("id: "):
+                        last_event_id = line[4:]
                     if not line.startswith("data: {"):
                         continue
                     now = time.monotonic()
                     self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
                     self._take(json.loads(line[6:]))
+                    self.last_event_id = last_event_id
         except httpx.HTTPError as error:
             self.error = repr(error)
 

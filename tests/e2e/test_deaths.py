@@ -87,5 +87,8 @@ def test_a_named_request_goes_on_at_another_gateway(sim: Running, expected: str)
         first = Stream(sim.base_url, body)
         first.until_events(40)
         sim.kill("gateway")
-        assert Stream(url, body).result() == expected
         first.wait()
+        rest = Stream(url, body, {"Last-Event-ID": first.last_event_id})
+        assert first.text + rest.result() == expected
+        assert rest.num_events < TOKENS
+        assert Stream(url, body).result() == expected

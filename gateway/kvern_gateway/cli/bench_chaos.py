@@ -9,8 +9,9 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from kvern_gateway.cli import chaos_stack
@@ -23,6 +24,7 @@ from kvern_gateway.cli.chaos_surfaces import Template
 WINDOW_S = 10.0
 IDLE_TIMEOUT_S = 10.0
 _MOST_DETAILS = 20
+_MOST_WORST = 5
 _PROMPTS = (
     "Once upon a time there was a mill by a river, and",
     "The three laws of thermodynamics, told to a child:",
@@ -45,6 +47,7 @@ class ChaosOptions:
     seed: int = 0
     step_us: int = 5000
     max_tokens: int = 120
+    keep_logs: bool = False
 
     @property
     def flags(self) -> dict[str, object]:
@@ -64,7 +67,7 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
         templates = await _templates(chaos, options)
         expected = await _expect(chaos, templates, options.seed)
         load = Load(chaos.gateways, templates, expected, options.seed)
-        faults = Faults(chaos, load.moments)
+        faults = Faults(chaos, load)
         loading = asyncio.create_task(load.run(options.clients))
         drawn = draw_faults(options.kinds, options.kills, options.restarts, options.seed)
         striking = asyncio.create_task(faults.run(drawn))
@@ -86,7 +89,7 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
             for one in (loading, striking):
                 one.cancel()
             await asyncio.gather(loading, striking, return_exceptions=True)
-        if load.violations or stuck:
+        if load.violations or stuck or options.keep_logs:
             kept.directory = _logs_directory()
         fenced = sum(" stops leading: " in line for line in chaos.deaths)
     result = _result(options, load, faults.strikes, perf_counter() - started, stuck, kept.directory)
@@ -172,13 +175,13 @@ def _result(
     stuck: str,
     logs: Path | None,
 ) -> dict[str, Any]:
+    stalls = [stalls_of(strikes, index, load.records) for index in range(len(strikes))]
     by_kind: dict[str, Any] = {}
-    everything: list[float] = []
     for name in sorted({strike.fault.name for strike in strikes}):
-        mine = [index for index, strike in enumerate(strikes) if strike.fault.name == name]
-        stalls = [stall for index in mine for stall in stalls_of(strikes, index, load.records)]
-        everything += stalls
-        by_kind[name] = {"faults": len(mine), "streams": len(stalls), **_percentiles(stalls)}
+        mine = [one for one, strike in zip(stalls, strikes, strict=True) if strike.fault.name == name]
+        joined = [stall for one in mine for stall in one]
+        by_kind[name] = {"faults": len(mine), "streams": len(joined), **_percentiles(joined)}
+    worst = sorted(range(len(strikes)), key=lambda index: -max(stalls[index], default=0.0))[:_MOST_WORST]
     details = [
         {
             "request_id": record.request_id,
@@ -194,14 +197,28 @@ def _result(
         "requests": len(load.records),
         "tokens": load.num_tokens,
         "violations": len(load.violations) + bool(stuck),
-        **_percentiles(everything),
+        **_percentiles([stall for one in stalls for stall in one]),
         "by_kind": by_kind,
+        "worst": [_describe(strikes[index], max(stalls[index], default=0.0)) for index in worst],
         "connections": load.num_connections,
         "seed": options.seed,
         "elapsed_s": elapsed,
         "violation_details": details,
         "stuck": stuck,
         "logs": str(logs / "logs") if logs else None,
+    }
+
+
+def _describe(strike: Strike, stall: float) -> dict[str, Any]:
+    """``at`` is a time of day, to be found in logs."""
+    at = datetime.fromtimestamp(time() + strike.at - perf_counter()).strftime("%H:%M:%S.%f")[:-3]
+    moment = strike.fault.moment
+    return {
+        "fault": strike.fault.name,
+        "process": strike.process,
+        "moment": moment,
+        "at": at,
+        "ms": 1000 * stall,
     }
 
 
@@ -243,6 +260,11 @@ def render(result: dict[str, Any]) -> str:
         ),
         f"{result['faults']} faults, {result['requests']} requests on {result['connections']} connections, "
         f"{result['tokens']} tokens in {result['elapsed_s']:.0f} s (seed {result['seed']})",
+        "longest: "
+        + ", ".join(
+            f"{one['ms']:.0f} ms at {one['at']} ({one['fault']} of {one['process']})"
+            for one in result["worst"]
+        ),
         f"{result['fenced']} leaders were fenced off",
         f"{result['violations']} violations",
     ]

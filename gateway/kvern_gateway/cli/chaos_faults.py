@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
-from kvern_gateway.cli.chaos_load import Moments
+from kvern_gateway.cli.chaos_load import Load
 from kvern_gateway.cli.chaos_stack import ChaosStack
 
 KINDS = ("scheduler", "worker", "gateway", "store")
@@ -56,6 +56,11 @@ class Strike:
     # Others were up when it struck, and so it says how long recovery takes.
     alone: bool
 
+    @property
+    def over(self) -> float:
+        """When a frozen process thaws."""
+        return self.at + (self.fault.freeze_s if self.fault.action == "freeze" else 0.0)
+
 
 def draw_faults(kinds: Sequence[str], kills: int, restarts: int, seed: int) -> list[Fault]:
     """``kills`` of each kind and freezes beside them, then ``restarts``; all in random order."""
@@ -81,10 +86,10 @@ def draw_faults(kinds: Sequence[str], kills: int, restarts: int, seed: int) -> l
 class Faults:
     """Carries them out, one after the other. ``strikes`` are those that happened."""
 
-    def __init__(self, chaos: ChaosStack, moments: Moments) -> None:
+    def __init__(self, chaos: ChaosStack, load: Load) -> None:
         self.strikes: list[Strike] = []
         self._chaos = chaos
-        self._moments = moments
+        self._load = load
         self._pending: set[asyncio.Task[None]] = set()
 
     async def run(self, faults: Sequence[Fault]) -> None:
@@ -96,7 +101,7 @@ class Faults:
                     await self._settle(fault)
                 await asyncio.sleep(fault.delay_s)
                 if fault.moment != "any":
-                    await self._moments.wait(fault.moment, _MOMENT_TIMEOUT_S)
+                    await self._load.moments.wait(fault.moment, _MOMENT_TIMEOUT_S)
                 await self._strike(fault, alone)
             await self._finish()
             if not await self._chaos.until_steady(RECOVERY_TIMEOUT_S):
@@ -109,6 +114,10 @@ class Faults:
         if not await self._chaos.until_steady(RECOVERY_TIMEOUT_S):
             last = self.strikes[-1].fault.name if self.strikes else "the start"
             raise TimeoutError(f"no recovery within {RECOVERY_TIMEOUT_S:g} s of {last}")
+        since = max((strike.over for strike in self.strikes), default=0.0)
+        deadline = perf_counter() + RECOVERY_TIMEOUT_S
+        while not self._load.all_went_on(since) and perf_counter() < deadline:
+            await asyncio.sleep(0.01)
 
     async def _finish(self) -> None:
         """What is frozen thaws, what is told to stop has stopped."""

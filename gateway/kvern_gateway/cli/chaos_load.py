@@ -93,6 +93,7 @@ class Load:
         self._expected = expected
         self._seed = seed
         self._stopping = False
+        self._open: list[Record] = []
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def run(self, clients: int) -> None:
@@ -107,6 +108,11 @@ class Load:
     async def close(self) -> None:
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
         self._channels.clear()
+
+    def all_went_on(self, since: float) -> bool:
+        """Whether each open request that was there at that time has got something after it."""
+        waiting = (record for record in self._open if record.started < since)
+        return all(record.progress and record.progress[-1] > since for record in waiting)
 
     def stop(self) -> None:
         """No new requests."""
@@ -130,6 +136,7 @@ class Load:
         record = Record(template, request_id, perf_counter())
         expected = self._expected.get(template.name)
         self.records.append(record)
+        self._open.append(record)
         self.moments.happened("submit")
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -140,6 +147,7 @@ class Load:
             record.events.append(Lost(f"no end within {REQUEST_TIMEOUT_S:g} s"))
         except Refused as error:
             record.events.append(Lost(str(error)))
+        self._open.remove(record)
         self.moments.happened("ended")
         if expected is not None:
             self.violations += [(record, violation) for violation in check(record.events, expected)]

@@ -307,6 +307,7 @@ def bench_chaos(
     clients: Annotated[int, typer.Option(min=1, help="Requests at once")] = 8,
     workers: Annotated[int, typer.Option(min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Of targets, moments and requests")] = 0,
+    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="Also where nothing went wrong")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Kill and freeze services under load; check that no client loses, repeats or sees a changed token."""
@@ -326,6 +327,7 @@ def bench_chaos(
         clients=clients,
         workers=workers,
         seed=seed,
+        keep_logs=keep_logs,
     )
     result = _print_result(benchmark.run(options), benchmark.render, as_json)
     raise typer.Exit(benchmark.exit_code(result))

@@ -26,6 +26,7 @@ struct Linear {
   Type weight_type;
   const float* bias;  // [n] rounded up to 16, or null
   void* y;
+  Type y_type;
   int64_t m, n, k;
   int threads;
 };

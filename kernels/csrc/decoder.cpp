@@ -47,7 +47,7 @@ struct Runner {
   int64_t bytes;
 
   void project(const void* x, const Projection& p, void* y) const {
-    ops.linear({x, p.k, type, p.weight, (Type)p.type, (const float*)p.bias, y, s.tokens, p.n, p.k, threads});
+    ops.linear({x, p.k, type, p.weight, (Type)p.type, (const float*)p.bias, y, type, s.tokens, p.n, p.k, threads});
   }
   void normalize(const void* x, void* residual, const void* weight, void* out) const {
     ops.norm({{x, s.width, 0, type}, {residual, s.width, 0, type}, weight, (Type)s.norm_type, out, residual, s.tokens,

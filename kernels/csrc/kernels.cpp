@@ -198,9 +198,10 @@ EXPORT void kvern_pack_gguf(int threads, const uint8_t* blocks, int kind, uint8_
 }
 
 EXPORT void kvern_linear(int threads, const void* x, int64_t x_row, int x_type, const void* weight, int weight_type,
-                         const void* bias, void* y, int64_t m, int64_t n, int64_t k) {
+                         const void* bias, void* y, int y_type, int64_t m, int64_t n, int64_t k) {
   if (m == 0 || n == 0) return;
-  current->linear({x, x_row, (Type)x_type, weight, (Type)weight_type, (const float*)bias, y, m, n, k, threads});
+  current->linear({x, x_row, (Type)x_type, weight, (Type)weight_type, (const float*)bias, y, (Type)y_type, m, n, k,
+                   threads});
 }
 
 EXPORT int kvern_attention(int threads, const void* q, int64_t q_row, int64_t q_head, int q_type, void* out,

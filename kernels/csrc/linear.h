@@ -254,7 +254,7 @@ static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64
   const int64_t width = panels_per_task(panels, widest((int)rows_per_tile, Step::STEPS > 1), a.threads);
   const int64_t groups = (panels + width - 1) / width, tasks = groups * blocks;
   const typename Step::W* weight = (const typename Step::W*)a.weight;
-  const Out out = {a.y, a.n, a.x_type, a.bias, a.n};
+  const Out out = {a.y, a.n, a.y_type, a.bias, a.n};
   kvern::parallel(a.threads, tasks, [&](int64_t task, int) {
     int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
     int64_t m = task % blocks * ROW_BLOCK, end = m + ROW_BLOCK < a.m ? m + ROW_BLOCK : a.m;

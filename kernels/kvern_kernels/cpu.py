@@ -106,21 +106,24 @@ def _aligned(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
 
 
-def linear(x: Tensor, packed: PackedLinear | reference.PackedLinear) -> Tensor:
-    """x [T, K] → x·Wᵀ + b, [T, N], in x's dtype. Raises ValueError on a wrong width."""
-    x_type = TYPES.get(x.dtype)
-    if x_type is None or not isinstance(packed, PackedLinear):
-        return reference.linear(x, packed)  # type: ignore[arg-type]
+def linear(
+    x: Tensor, packed: PackedLinear | reference.PackedLinear, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, K] → x·Wᵀ + b, [T, N], in `out_dtype`, x's own by default. Raises ValueError on a wrong width."""
+    out_dtype = out_dtype or x.dtype
+    x_type, y_type = TYPES.get(x.dtype), TYPES.get(out_dtype)
+    if x_type is None or y_type is None or not isinstance(packed, PackedLinear):
+        return reference.linear(x, packed, out_dtype)  # type: ignore[arg-type]
     m, k = x.shape
     if k != packed.in_features:
         raise ValueError(f"linear: x has {k} features, the weights take {packed.in_features}")
     x = _dense(x)
     n = packed.out_features
-    out = torch.empty((m, n), dtype=x.dtype)
+    out = torch.empty((m, n), dtype=out_dtype)
     if m:
         _linear(
             *(_threads(), x.data_ptr(), x.stride(0), x_type, packed.address, packed.type),
-            *(packed.bias_address, out.data_ptr(), m, n, k),
+            *(packed.bias_address, out.data_ptr(), y_type, m, n, k),
         )
     return out
 

@@ -15,7 +15,7 @@ SIGNATURES: dict[str, list[type]] = {
     "kvern_pack": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
     "kvern_pack_gguf": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
     "kvern_linear": [
-        *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p],
+        *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int],
         *[c_int64] * 3,
     ],
     "kvern_attention": [

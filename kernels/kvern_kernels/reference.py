@@ -82,10 +82,10 @@ def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLi
     return PackedLinear(dequantize_gguf(blocks, kind), bias)
 
 
-def linear(x: Tensor, packed: PackedLinear) -> Tensor:
-    """x [T, K] → x·Wᵀ + b, [T, N], in x's dtype."""
+def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] → x·Wᵀ + b, [T, N], in `out_dtype`, x's own by default."""
     bias = None if packed.bias is None else packed.bias.float()
-    return F.linear(x.float(), packed.weight.float(), bias).to(x.dtype)
+    return F.linear(x.float(), packed.weight.float(), bias).to(out_dtype or x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

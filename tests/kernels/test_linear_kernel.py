@@ -27,7 +27,11 @@ def test_linear_matches_float64(linear_variant: str, x_dtype: torch.dtype, w_dty
             y = cpu.linear(x, packed)
             expected = x.double() @ weight.double().T + bias.double()
             assert y.dtype == x_dtype and y.shape == (m, n)
-            close(y, expected, x.double().abs() @ weight.double().abs().T)
+            terms = x.double().abs() @ weight.double().abs().T
+            close(y, expected, terms)
+            wide = cpu.linear(x, packed, torch.float32)
+            assert wide.dtype == torch.float32
+            close(wide, expected, terms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

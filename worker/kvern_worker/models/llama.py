@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
@@ -55,7 +56,7 @@ class LlamaModel:
     def logits(self, hidden: Tensor, residual: Tensor, rows: Tensor | slice) -> Tensor:
         """Logits [rows, vocab_size] float32 of those rows of :meth:`forward`'s result."""
         normed, _ = kernels.add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
-        return kernels.linear(normed, self._head).float()
+        return kernels.linear(normed, self._head, torch.float32)
 
 
 def _load_layer(config: ModelConfig, index: int, loader: WeightLoader, cache: KvCache) -> DecoderLayer:

@@ -74,9 +74,9 @@ class HttpSurface:
 
     template: Template
     request_id: str
-    _last_id: str | None = None
-    _due: list[int] = field(default_factory=list)
-    _ended: set[int] = field(default_factory=set)
+    last_id: str | None = None
+    due: list[int] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
 
     def body(self) -> dict[str, Any]:
         template = self.template
@@ -100,24 +100,25 @@ class HttpSurface:
         return body
 
     async def connect(self, gateway: GatewayAddress, replay: bool) -> AsyncGenerator[Event, None]:
-        from_start = replay or self._last_id is None
-        headers = {} if from_start else {"Last-Event-ID": str(self._last_id)}
+        from_start = replay or self.last_id is None
+        headers = {} if from_start else {"Last-Event-ID": str(self.last_id)}
         if from_start:
-            self._due, self._ended = [0] * self.template.n, set()
+            self.due, self.ended = [0] * self.template.n, set()
         opened = False
         path = "/v1/chat/completions" if self.template.surface == "chat" else "/v1/completions"
         async with aclosing(post_events(gateway, path, self.body(), headers)) as received:
             async for event_id, data in received:
                 if not opened:
                     opened = True
-                    yield Opened(tuple(self._due), frozenset(self._ended))
+                    yield Opened(tuple(self.due), frozenset(self.ended))
                 if data == b"[DONE]":
                     return
-                for event in self._read(json.loads(data)) if data else ():
-                    yield event
+                events = self._read(json.loads(data)) if data else []
                 if event_id is not None:
-                    self._last_id = event_id
+                    self.last_id = event_id
                     self._believe_id(event_id)
+                for event in events:
+                    yield event
         raise Broken("the stream ended without [DONE]")
 
     def _read(self, parsed: dict[str, Any]) -> list[Event]:
@@ -129,10 +130,10 @@ class HttpSurface:
             tokens = tuple(choice.get("token_ids") or ())
             text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
             if tokens or text:
-                events.append(Piece(index, self._due[index], tokens, text))
-            self._due[index] += len(tokens)
+                events.append(Piece(index, self.due[index], tokens, text))
+            self.due[index] += len(tokens)
             if choice["finish_reason"] is not None:
-                self._ended.add(index)
+                self.ended.add(index)
                 events.append(Ended(index, choice["finish_reason"]))
         return events
 
@@ -141,7 +142,7 @@ class HttpSurface:
         for index, word in enumerate(event_id.split(",")):
             told = word.rstrip("e")
             if told.isdigit():
-                self._due[index] = int(told)
+                self.due[index] = int(told)
 
 
 async def post_events(
@@ -203,8 +204,8 @@ class GrpcSurface:
     template: Template
     request_id: str
     channels: dict[str, grpc.aio.Channel]
-    _accepted: bool = False
-    _due: list[int] = field(default_factory=list)
+    accepted: bool = False
+    due: list[int] = field(default_factory=list)
 
     def request(self) -> generation_pb2.GenerateRequest:
         template = self.template
@@ -225,11 +226,11 @@ class GrpcSurface:
         channel = self.channels.get(gateway.grpc) or create_channel(gateway.grpc)
         self.channels[gateway.grpc] = channel
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        if replay or not self._accepted:
-            self._due = [0] * self.template.n
+        if replay or not self.accepted:
+            self.due = [0] * self.template.n
         call: Any
-        if self._accepted and not replay:
-            call = stub.Stream(generation_pb2.StreamRequest(request_id=self.request_id, from_index=self._due))
+        if self.accepted and not replay:
+            call = stub.Stream(generation_pb2.StreamRequest(request_id=self.request_id, from_index=self.due))
         else:
             call = stub.Generate(self.request())
         left = self.template.n
@@ -243,11 +244,11 @@ class GrpcSurface:
                     )
                     kind = response.WhichOneof("event")
                     if kind == "accepted":
-                        self._accepted = True
-                        yield Opened(tuple(self._due))
+                        self.accepted = True
+                        yield Opened(tuple(self.due))
                     elif kind == "delta":
                         delta = response.delta
-                        self._due[delta.choice] = delta.first_index + len(delta.token_ids)
+                        self.due[delta.choice] = delta.first_index + len(delta.token_ids)
                         yield Piece(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text)
                     else:
                         left -= 1

@@ -63,7 +63,10 @@ class Engine:
         self._session_of = np.full(64, -1, np.int32)
         self._handle_of = np.zeros(64, np.uint32)
         self._committed = np.zeros(64, np.uint32)
-        self._unannounced: set[int] = set()
+        # Requests whose commit is not acknowledged → whether somebody attached to it meanwhile.
+        self._unannounced: dict[int, bool] = {}
+        # Requests of an earlier leader that go on here.
+        self._adopted: set[int] = set()
 
     # -- what gateways ask --------------------------------------------------------------------------------------
 
@@ -75,6 +78,8 @@ class Engine:
                 raise RequestError(
                     error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500
                 )
+            if pb.resumes and self.cell.find(pb.tenant, pb.request_id) is None:
+                raise _not_found(pb.request_id)
             request, new = self.cell.submit(submission_from_pb(pb), self.clock())
         except RequestError as error:
             session.refused(session_pb2.Refused(handle=pb.handle, error=error.to_pb()))
@@ -85,7 +90,7 @@ class Engine:
             for sequence in request.sequences:
                 self._committed[sequence.row] = 0
                 self._bind(session, sequence, pb.handle + sequence.choice)
-            self._unannounced.add(request.rid)
+            self._unannounced[request.rid] = False
         else:
             self._attach(session, request, pb.handle, [])
 
@@ -94,12 +99,7 @@ class Engine:
         request = self.cell.find(pb.tenant, pb.request_id)
         try:
             if request is None:
-                raise RequestError(
-                    error_pb2.ERROR_CODE_REQUEST_NOT_FOUND,
-                    "no such request: it was never submitted, or its retention is over",
-                    field="request_id",
-                    value=pb.request_id,
-                )
+                raise _not_found(pb.request_id)
             self._check_handles(session, pb.handle, request.submission.n)
             for sequence, index in zip(request.sequences, pb.next_index, strict=False):
                 if index > self._committed[sequence.row]:
@@ -136,12 +136,28 @@ class Engine:
             session.sequences.pop(int(self._handle_of[sequence.row]), None)
         self._session_of[sequence.row] = -1
 
+    def _tell_taken_over(self, request: Request, newest: Session) -> None:
+        """The session that had the request so far must not ask for it again by itself when it breaks."""
+        for sequence in request.sequences:
+            session = self.sessions.get(int(self._session_of[sequence.row]))
+            if session is not None and session is not newest:
+                error = RequestError(
+                    error_pb2.ERROR_CODE_CANCELLED,
+                    "another call with the same request id has taken this one over",
+                    field="request_id",
+                )
+                handle = int(self._handle_of[sequence.row]) - sequence.choice
+                session.refused(session_pb2.Refused(handle=handle, error=error.to_pb()))
+                return
+
     def _attach(self, session: Session, request: Request, handle: int, next_index: list[int]) -> None:
         """The request's events go to ``session`` from now on, after what it lacks of the committed ones."""
+        self._tell_taken_over(request, session)
         for sequence in request.sequences:
             self._unbind(sequence)
             self._bind(session, sequence, handle + sequence.choice)
         if request.rid in self._unannounced:
+            self._unannounced[request.rid] = True
             return  # admitted when its commit is acknowledged
         session.admitted(self._admitted(request, attached=True))
         for sequence in request.sequences:
@@ -242,10 +258,10 @@ class Engine:
     def release(self, changes: Changes) -> None:
         """Tells the gateways what is committed now."""
         for request in changes.requests:
-            self._unannounced.discard(request.rid)
+            attached = self._unannounced.pop(request.rid, False)
             session = self.sessions.get(int(self._session_of[request.sequences[0].row]))
             if session is not None:
-                session.admitted(self._admitted(request, attached=False))
+                session.admitted(self._admitted(request, attached=attached))
         for tokens in changes.tokens:
             self._release_tokens(tokens)
         for entry in changes.logprobs:
@@ -257,7 +273,8 @@ class Engine:
             self.metrics.finished(sequence)
             request = sequence.request
             if all(s.announced for s in request.sequences):
-                self._retire(request)
+                # Its gateway may have had no session yet when it ended.
+                self._retire(request, recovered=request.rid in self._adopted)
 
     def _release_tokens(self, tokens: Tokens) -> None:
         rows = tokens.rows
@@ -294,6 +311,7 @@ class Engine:
             return
 
         def forget() -> None:
+            self._adopted.discard(request.rid)
             with contextlib.suppress(KeyError):
                 for sequence in request.sequences:
                     self._unbind(sequence)
@@ -312,6 +330,7 @@ class Engine:
         if request.num_unfinished == 0:
             self._retire(request, recovered=True)
         else:  # whether named or not: its gateway had no part in the leader's death
+            self._adopted.add(request.rid)
             waiting = [s for s in request.sequences if s.state is not State.FINISHED]
             asyncio.get_running_loop().call_later(self.orphan_grace_s, self._abort_orphans, waiting)
 
@@ -323,3 +342,12 @@ class Engine:
             self._session_of = np.concatenate([self._session_of, np.full(size, -1, np.int32)])
             self._handle_of = np.concatenate([self._handle_of, np.zeros(size, np.uint32)])
             self._committed = np.concatenate([self._committed, np.zeros(size, np.uint32)])
+
+
+def _not_found(request_id: str) -> RequestError:
+    return RequestError(
+        error_pb2.ERROR_CODE_REQUEST_NOT_FOUND,
+        "no such request: it was never submitted, or its retention is over",
+        field="request_id",
+        value=request_id,
+    )

@@ -17,6 +17,8 @@ from kvern_scheduler.store.base import Held, Leadership, Store, StoredRequest, S
 from kvern_scheduler.store.base import State as StoredState
 
 PROBE_TIMEOUT_S = 0.3
+POLL_S = 0.03
+RETRY_S = 0.1
 WILDCARDS = ("0.0.0.0:", "[::]:", ":")
 
 log = logging.getLogger(__name__)
@@ -25,35 +27,54 @@ log = logging.getLogger(__name__)
 async def acquire(store: Store, owner: str, address: str) -> Leadership:
     """Waits until the cell has no leader, or takes over from one whose address answers no more."""
     last_error = ""
-    while True:
-        try:
-            answer = await store.acquire(owner, address)
-            if isinstance(answer, Held) and not await _leads(answer.address, address):
-                log.info("the leader at %s does not answer; taking over", answer.address)
-                answer = await store.acquire(owner, address, steal=answer.epoch)
-        except StoreUnavailable as error:
-            if str(error) != last_error:
-                last_error = str(error)
-                log.warning("the store does not answer: %s", last_error)
-            await asyncio.sleep(0.1)
-            continue
-        if isinstance(answer, Leadership):
-            return answer
-        await asyncio.sleep(min(answer.expires_in, 0.1))
+    probe = _Probe(address)
+    try:
+        while True:
+            try:
+                answer = await store.acquire(owner, address)
+                if isinstance(answer, Held) and not await probe.leads(answer.address):
+                    log.info("the leader at %s does not answer; taking over", answer.address)
+                    answer = await store.acquire(owner, address, steal=answer.epoch)
+            except StoreUnavailable as error:
+                if str(error) != last_error:
+                    last_error = str(error)
+                    log.warning("the store does not answer: %s", last_error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if isinstance(answer, Leadership):
+                return answer
+            await asyncio.sleep(min(answer.expires_in, POLL_S))
+    finally:
+        await probe.close()
 
 
-async def _leads(address: str, own_address: str) -> bool:
-    """Whether the lease's holder is there. Where it had our own address, which we listen on now, it is not."""
-    if address == own_address:
-        return address.startswith(WILDCARDS)  # says nothing about who it was
-    async with create_channel(address) as channel:
-        stub = session_pb2_grpc.SchedulerServiceStub(channel)
+class _Probe:
+    """Asks the lease's holder, on one connection as long as that is the same."""
+
+    def __init__(self, own_address: str) -> None:
+        self._own_address = own_address
+        self._address = ""
+        self._channel: grpc.aio.Channel | None = None
+
+    async def leads(self, address: str) -> bool:
+        """Whether the holder is there. Where it had our own address, which we listen on now, it is not."""
+        if address == self._own_address:
+            return address.startswith(WILDCARDS)  # says nothing about who it was
+        if self._channel is None or address != self._address:
+            await self.close()
+            self._address, self._channel = address, create_channel(address)
+        stub = session_pb2_grpc.SchedulerServiceStub(self._channel)
         try:
             status = await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             # A frozen leader does not answer either, but its lease says how long to wait for it.
             return error.code() is not grpc.StatusCode.UNAVAILABLE
         return bool(status.leader)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+        self._channel = None
 
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:

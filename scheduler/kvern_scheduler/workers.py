@@ -120,19 +120,22 @@ class Worker:
 
     async def _claim(self, stub: Any, description: worker_pb2.DescribeResponse) -> None:
         """Fences earlier leaders off the worker, then takes it into the cell."""
-        known, old_instance = self.group, self.instance_id
+        known = self.group
         same = known is not None and self.instance_id == description.instance_id
-        self.instance_id = description.instance_id
         step = known.step if same and known is not None else 0
         await self._write([worker_pb2.StepPlan(epoch=self._epoch, step=step)])
         while not (await self._read()).results:
             pass
+        inventory = await stub.GetInventory(worker_pb2.GetInventoryRequest(), timeout=5.0)
+        if inventory.instance_id != description.instance_id:
+            raise WorkerLost("it was replaced by another instance meanwhile")
+        # Nothing is awaited from here on: group and instance change together, or a group would be believed of a
+        # worker that never had its blocks.
         if same and known is not None:
             self._engine.cell.readmit_group(known)
         else:
             if known is not None:
-                self._engine.committer.drop_instance(old_instance)
-            inventory = await stub.GetInventory(worker_pb2.GetInventoryRequest(), timeout=5.0)
+                self._engine.committer.drop_instance(self.instance_id)
             self.group = self._engine.cell.add_group(
                 description.model,
                 description.num_blocks,
@@ -140,6 +143,7 @@ class Worker:
                 description.max_num_seqs,
                 description.max_num_batched_tokens,
             )
+            self.instance_id = description.instance_id
             self._restore_index(self.group, unpack_u32(inventory.generations))
         assert self.group is not None
         self._engine.metrics.named(description.model.name)

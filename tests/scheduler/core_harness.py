@@ -88,13 +88,17 @@ class CoreHarness:
 
     def lose(self, *, keep_blocks: bool) -> None:
         """The worker is gone and comes back, with or without its blocks."""
-        self.results.clear()
-        self.cell.lose_group(self.group, keep_blocks=keep_blocks, now=self.now)
+        self.disconnect(keep_blocks=keep_blocks)
         if keep_blocks:
             self.executor.reset()
             self.cell.readmit_group(self.group)
         else:
             self.group = self.connect()
+
+    def disconnect(self, *, keep_blocks: bool = False) -> None:
+        """The worker is gone."""
+        self.results.clear()
+        self.cell.lose_group(self.group, keep_blocks=keep_blocks, now=self.now)
 
     def run(self, limit: int = 5000) -> None:
         """Until nothing is left, two plans in flight."""

@@ -263,6 +263,22 @@ def test_a_result_that_answers_no_plan_is_refused(change: dict[str, object]) -> 
     core.run()
 
 
+def test_new_requests_wait_for_a_worker_that_restarts_but_not_for_ever() -> None:
+    core = CoreHarness(replace(CONFIG, num_blocks=10))
+    core.disconnect()
+    core.now += 10.0
+    patient = core.submit(PROMPT, 8)
+    with pytest.raises(RequestError) as too_long:
+        core.submit(PROMPT, 20)
+    assert (too_long.value.value, too_long.value.limit) == ("47", "40")
+    core.now += 10.0
+    with pytest.raises(RequestError, match="no worker is ready"):
+        core.submit(PROMPT, 8)
+    core.group = core.connect()
+    core.run()
+    assert core.output(patient.sequences[0]) == core.expected(patient.sequences[0])
+
+
 def test_a_request_that_kills_workers_ends_and_one_that_gets_on_does_not() -> None:
     core = CoreHarness(CONFIG)
     poison = core.submit(PROMPT, 20)

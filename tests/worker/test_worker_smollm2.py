@@ -121,11 +121,3 @@ def test_quantized_weights_give_the_tokens_of_float32_ones(smollm2: ModelExecuto
     prompts = prompts_of(3)
     for prompt, output in zip(prompts, generate(quantized, prompts, 12), strict=True):
         assert_greedy(oracle, prompt, output)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_fifty_prompts_of_64_tokens(smollm2: ModelExecutor, oracle: Any) -> None:
-    prompts = prompts_of(50, 8, 100)
-    for prompt, output in zip(prompts, generate(smollm2, prompts, 64), strict=True):
-        assert_greedy(oracle, prompt, output)

@@ -34,6 +34,9 @@ class Cell:
         self._rows: list[Sequence | None] = []
         self._free_rows: list[int] = []
         self._next_group = 0
+        # Size of the largest pool so far, and since when there is none.
+        self._known_capacity_tokens = 0
+        self._groupless_since: float | None = None
 
     # -- worker groups ------------------------------------------------------------------------------------------
 
@@ -68,6 +71,8 @@ class Cell:
     def readmit_group(self, group: Group) -> None:
         """A group that was lost with its blocks kept works again."""
         self.groups[group.index] = group
+        self._known_capacity_tokens = self.kv_capacity_tokens
+        self._groupless_since = None
         homeless, self._homeless = self._homeless, []
         for sequence in homeless:
             if sequence.state is State.WAITING:
@@ -77,6 +82,8 @@ class Cell:
         """The group's worker is gone: its sequences queue elsewhere, outputs kept, or wait for a group. Those that
         were computed on several lost workers without getting one token further are taken for the cause, and fail."""
         self.groups.pop(group.index, None)
+        if not self.groups and self._groupless_since is None:
+            self._groupless_since = now
         suspects = [sequence for sequence in group.batch.sequences if sequence is not None]
         for sequence in group.lose(keep_blocks=keep_blocks):
             sequence.group = None
@@ -117,8 +124,8 @@ class Cell:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens that the largest pool can hold."""
-        return max((group.capacity_tokens for group in self.groups.values()), default=0)
+        """Tokens that the largest pool can hold; while all groups are lost, could hold."""
+        return max((g.capacity_tokens for g in self.groups.values()), default=self._known_capacity_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -145,7 +152,8 @@ class Cell:
                 field="request_id",
                 value=submission.request_id,
             )
-        if self.model is None or not self.groups:
+        lost_for = 0.0 if self._groupless_since is None else now - self._groupless_since
+        if self.model is None or lost_for > self.limits.max_groupless_s:
             raise RequestError(
                 error_pb2.ERROR_CODE_UNAVAILABLE, "no worker is ready; try again shortly", retry_after_ms=500
             )

@@ -33,6 +33,8 @@ class Limits:
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
     max_plans_in_flight: int = 2
+    max_groupless_s: float = 15.0
+    """While no worker is there, new requests wait for one; after this long they are refused."""
 
     @property
     def long_threshold(self) -> int:

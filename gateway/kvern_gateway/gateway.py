@@ -41,6 +41,8 @@ class Identity:
     request_id: str
     # The client chose the id: a lost connection doesn't cancel, the same id with the same body continues.
     resumable: bool = False
+    # It has a part of the output already.
+    resumes: bool = False
     body_digest: bytes = b""
     tenant: str = ""
     deadline_unix_ms: int = 0
@@ -190,6 +192,7 @@ class Gateway:
                 deadline_unix_ms=identity.deadline_unix_ms,
                 gateway_context=options.context(),
                 resumable=identity.resumable,
+                resumes=identity.resumes,
                 model=welcome.model.name,
                 traceparent=identity.traceparent,
             )

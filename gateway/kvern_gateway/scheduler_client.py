@@ -36,7 +36,7 @@ SILENCE_S = 1.25
 PATIENCE_S = 10.0
 # New requests are refused at once when it has been away for longer than this.
 ADMIT_PATIENCE_S = 1.0
-BACKOFF_S = (0.05, 0.3)
+BACKOFF_S = (0.02, 0.3)
 MAX_CHOICES = 128
 _MAX_HANDLE = 2**32 - 1
 
@@ -181,7 +181,9 @@ class SchedulerClient:
                         log.warning("scheduler %s: %s; %d open requests wait", address, reason, self.num_open)
                 self._expire()
                 low, high = BACKOFF_S
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(high, low * 2 ** min(attempt, 8)))
+                # All addresses are asked before the next longer wait.
+                rounds = min(attempt // len(self._addresses), 8)
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(high, low * 2**rounds))
         finally:
             self._session_ended()
             for channel in self._channels.values():
@@ -388,7 +390,9 @@ class SchedulerClient:
         if generation is None:
             return
         error = KvernError.from_pb(refused.error)
-        if generation.admitted.done():
+        # Another gateway has it now: what it sends its client must not be taken from it.
+        taken_over = error.code == error_pb2.ERROR_CODE_CANCELLED
+        if generation.admitted.done() and not taken_over:
             # An attach after a lost session. Nothing was said to the client yet: starting over is not noticed.
             fresh = all(choice.next_index == 0 and not choice.done for choice in generation.choices)
             if fresh and not generation.attached:

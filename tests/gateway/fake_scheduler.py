@@ -113,6 +113,16 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         for session in list(self._calls):
             session.dropped.set()
 
+    def tell_taken_over(self, request_id: str) -> None:
+        """As if another gateway had attached to the request."""
+        error = KvernError(error_pb2.ERROR_CODE_CANCELLED, "taken over", field="request_id")
+        for session in self._calls:
+            for handle, (request, _) in list(session.open.items()):
+                if request.submit.request_id == request_id:
+                    del session.open[handle]
+                    session.answers.refused.add(handle=handle, error=error.to_pb())
+                    session.wake.set()
+
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[session_pb2.SessionResponse]:
@@ -168,6 +178,8 @@ class _Session:
         if known is not None and known.submit.body_digest != submit.body_digest:
             message = f"request id {submit.request_id} is in use with another body"
             error = KvernError(error_pb2.ERROR_CODE_REQUEST_ID_CONFLICT, message, field="request_id")
+        if known is None and submit.resumes:
+            error = KvernError(error_pb2.ERROR_CODE_REQUEST_NOT_FOUND, "no such request")
         scheduler.submits.append(submit)
         if error is not None:
             self.answers.refused.add(handle=submit.handle, error=error.to_pb())

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway.conftest import Serve, Served
+from gateway.fake_scheduler import FakeScheduler
 from gateway.test_openai_client import MESSAGES, saying
 
 from kvern.rpc.errors import KvernError
@@ -95,6 +96,31 @@ async def test_a_chat_goes_on_with_its_logprobs(serve: Serve, smollm2: TextModel
     await received.read(served, "/v1/chat/completions", body)
     assert received.texts == {0: "one two three four five"}
     assert received.ids == {0: scheduler.requests["mine"].outputs[0]}
+
+
+async def test_an_unknown_request_is_not_begun_in_its_middle(served: Served) -> None:
+    body = {"prompt": "x", "stream": True, "max_tokens": 3, "request_id": "mine"}
+    answer = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "2"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "request_not_found"
+    # The beginning of a stream is no part of it: that may be asked for as long as nothing was received.
+    answer = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "0"})
+    assert answer.status_code == 200
+
+
+async def test_a_stream_that_another_gateway_took_over_ends(serve: Serve) -> None:
+    scheduler = FakeScheduler(step_s=0.01)
+    first, second = await serve(scheduler), await serve(scheduler)
+    body = {"prompt": "x", "stream": True, "max_tokens": 60, "request_id": "mine"}
+    async with first.http.stream("POST", "/v1/completions", json=body) as old:
+        lines = old.aiter_lines()
+        await anext(lines)
+        scheduler.tell_taken_over("mine")
+        rest = [line async for line in lines]
+    assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "cancelled"
+    assert first.gateway.client.num_open == 0
+    answer = await second.http.post("/v1/completions", json=body)
+    assert answer.text.count('"text"') == 60
 
 
 async def test_unnamed_streams_have_no_ids(served: Served) -> None:

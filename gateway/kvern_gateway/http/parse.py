@@ -176,9 +176,13 @@ def build_job(
         checked.append(Prompt(token_ids, params, prompt.text if token_ids is prompt.token_ids else None))
     request_id = fields.get("request_id")
     named = request_id is not None
+    event_ids = None
+    if stream and named:
+        event_ids = parse_last_event_id(header(scope, b"last-event-id"), len(prompts) * routing.n)
     identity = Identity(
         check_request_id("request_id", request_id) if named else mint_id("chatcmpl" if chat else "cmpl"),
         resumable=named,
+        resumes=event_ids is not None and event_ids.resumes,
         body_digest=body_digest(scope["path"], body),
         traceparent=(header(scope, b"traceparent") or "")[:256],
     )
@@ -200,9 +204,7 @@ def build_job(
         echo_only=echo_only,
         return_token_ids=fields.boolean("return_token_ids"),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
-        event_ids=parse_last_event_id(header(scope, b"last-event-id"), len(prompts) * routing.n)
-        if stream and named
-        else None,
+        event_ids=event_ids,
     )
 
 

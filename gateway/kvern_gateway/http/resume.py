@@ -25,6 +25,7 @@ class EventIds:
 
     def __init__(self, sent_before: list[Position]) -> None:
         self.sent_before = sent_before
+        self.resumes = any(position.next_index or position.ended for position in sent_before)
         self._words = [_word(position.next_index, position.ended) for position in sent_before]
 
     def after(self, choice: int, next_index: int, ended: bool) -> bytes:

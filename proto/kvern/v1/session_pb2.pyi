@@ -96,6 +96,7 @@ class Submit(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Session-local, chosen by the gateway, not in use. A request with n choices takes the n consecutive
     handles that start here; choice i speaks under handle + i.
@@ -125,6 +126,10 @@ class Submit(_message.Message):
     model: _builtins.str
     traceparent: _builtins.str
     """W3C traceparent of the client's call. May be empty."""
+    resumes: _builtins.bool
+    """The client has a part of the output already: a request that is not known is refused with
+    REQUEST_NOT_FOUND instead of begun anew.
+    """
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
     def __init__(
@@ -145,10 +150,11 @@ class Submit(_message.Message):
         resumable: _builtins.bool = ...,
         model: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -471,6 +477,7 @@ class GetStatusResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     cell: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -478,6 +485,8 @@ class GetStatusResponse(_message.Message):
     store: _builtins.str
     """The store behind it: "memory", "redis"."""
     num_gateways: _builtins.int
+    owner: _builtins.str
+    """Unique per scheduler process; what it calls itself when it asks the store for the lease."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     @_builtins.property
@@ -493,10 +502,11 @@ class GetStatusResponse(_message.Message):
         groups: _abc.Iterable[Global___GroupStatus] | None = ...,
         num_gateways: _builtins.int = ...,
         timings: Global___StepTimings | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "epoch", b"epoch", "groups", b"groups", "leader", b"leader", "num_gateways", b"num_gateways", "step", b"step", "store", b"store", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "epoch", b"epoch", "groups", b"groups", "leader", b"leader", "num_gateways", b"num_gateways", "owner", b"owner", "step", b"step", "store", b"store", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -173,9 +173,10 @@ class Committer:
                 )
             )
         _mark_last(changes, delta)
-        if changes.indexed:
-            delta.indexed = self._pack_index(changes.indexed)
         delta.dropped, self._dropped = self._dropped, []
+        if changes.indexed:
+            packed = self._pack_index(changes.indexed)
+            delta.indexed = [entries for entries in packed if entries.instance not in delta.dropped]
         return delta
 
     def _pack_index(self, indexed: list[Indexed]) -> list[IndexEntries]:

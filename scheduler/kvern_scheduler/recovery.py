@@ -32,7 +32,7 @@ async def acquire(store: Store, owner: str, address: str) -> Leadership:
         while True:
             try:
                 answer = await store.acquire(owner, address)
-                if isinstance(answer, Held) and not await probe.leads(answer.address):
+                if isinstance(answer, Held) and not await probe.finds(answer):
                     log.info("the leader at %s does not answer; taking over", answer.address)
                     answer = await store.acquire(owner, address, steal=answer.epoch)
             except StoreUnavailable as error:
@@ -56,8 +56,10 @@ class _Probe:
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
 
-    async def leads(self, address: str) -> bool:
-        """Whether the holder is there. Where it had our own address, which we listen on now, it is not."""
+    async def finds(self, holder: Held) -> bool:
+        """Whether the holder is there, be it that it still loads what it is to lead. Where it had our own address,
+        which we listen on now, it is not."""
+        address = holder.address
         if address == self._own_address:
             return address.startswith(WILDCARDS)  # says nothing about who it was
         if self._channel is None or address != self._address:
@@ -69,12 +71,22 @@ class _Probe:
         except grpc.aio.AioRpcError as error:
             # A frozen leader does not answer either, but its lease says how long to wait for it.
             return error.code() is not grpc.StatusCode.UNAVAILABLE
-        return bool(status.leader)
+        return bool(status.owner == holder.owner)
 
     async def close(self) -> None:
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
         self._channel = None
+
+
+async def load(store: Store) -> StoredState:
+    """The committed state, as soon as the store answers."""
+    while True:
+        try:
+            return await store.load()
+        except StoreUnavailable as error:
+            log.warning("the store does not answer (%s); loading again", error)
+            await asyncio.sleep(RETRY_S)
 
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:

@@ -22,9 +22,9 @@ from kvern_scheduler.committer import Committer, Fenced
 from kvern_scheduler.core.group import Limits
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.metrics import Metrics
-from kvern_scheduler.recovery import acquire, adopt
+from kvern_scheduler.recovery import acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
-from kvern_scheduler.store.base import Store
+from kvern_scheduler.store.base import IndexEntries, Store
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.workers import Worker
 
@@ -106,22 +106,23 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     taken."""
     stop = stop or stop_on_signals()
     started = time.monotonic()
-    servicer = SchedulerServicer(args.cell, store.name)
+    owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+    servicer = SchedulerServicer(args.cell, store.name, owner)
     server = Server([SERVICE_NAME])
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(args.listen)
     engine: Engine | None = None
+    starting: list[asyncio.Task[Any]] = []
     computing: list[asyncio.Task[None]] = []
     committing: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
     try:
-        owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         leading = asyncio.create_task(acquire(store, owner, args.listen))
-        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        starting.append(leading)
+        await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            leading.cancel()
             return
-        leadership = await leading
+        leadership = leading.result()
         metrics = Metrics()
         engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
         metrics.watch(engine)
@@ -129,13 +130,20 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
         )
         committing.append(asyncio.create_task(engine.committer.run()))
-        state = await store.load()
+        loading = asyncio.create_task(load(store))
+        starting.append(loading)
+        await asyncio.wait([loading, stopping, *committing], return_when=asyncio.FIRST_COMPLETED)
+        if committing[0].done():
+            committing[0].result()  # fenced already
+        if stop.is_set():
+            return
+        state = loading.result()
         adopt(engine, state, leadership)
         workers = [Worker(engine, address, leadership.epoch, state.index) for address in args.worker]
         computing += [asyncio.create_task(worker.run()) for worker in workers]
         servicer.lead(engine, workers, leadership.epoch)
         computing.append(asyncio.create_task(engine.tick()))
-        computing.append(asyncio.create_task(_report_health(server, workers)))
+        computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.index)))
         if args.metrics_port:
             start_http_server(args.metrics_port, args.metrics_host, registry=metrics.registry)
         log.info(
@@ -153,7 +161,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
                 task.result()
     finally:
         servicer.drain()
-        await _cancel(*computing, stopping)
+        await _cancel(*starting, *computing, stopping)
         if engine is not None:
             engine.draining = True
             await engine.committer.flush(0.5 if committing and not committing[0].done() else 0.0)
@@ -170,10 +178,16 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _report_health(server: Server, workers: list[Worker]) -> None:
-    """SERVING while a worker is ready."""
+async def _watch_workers(
+    server: Server, engine: Engine, workers: list[Worker], index: dict[str, IndexEntries]
+) -> None:
+    """SERVING while a worker is ready. Once all are, instances in ``index`` that none of them has taken are no more."""
     serving = False
     while True:
+        if index and all(worker.ready for worker in workers):
+            for instance in index:
+                engine.committer.drop_instance(instance)
+            index.clear()
         if any(worker.ready for worker in workers) != serving:
             serving = not serving
             await server.set_serving(serving)

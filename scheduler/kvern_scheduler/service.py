@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
     """``lead`` makes it answer sessions; before that they are refused with UNAVAILABLE."""
 
-    def __init__(self, cell_name: str, store_name: str) -> None:
+    def __init__(self, cell_name: str, store_name: str, owner: str) -> None:
         self._cell_name = cell_name
         self._store_name = store_name
+        self._owner = owner
         self._engine: Engine | None = None
         self._workers: Sequence[Worker] = ()
         self._epoch = 0
@@ -118,7 +119,11 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         self, request: session_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> session_pb2.GetStatusResponse:
         response = session_pb2.GetStatusResponse(
-            cell=self._cell_name, epoch=self._epoch, leader=self._engine is not None, store=self._store_name
+            cell=self._cell_name,
+            epoch=self._epoch,
+            leader=self._engine is not None,
+            store=self._store_name,
+            owner=self._owner,
         )
         engine = self._engine
         if engine is None:

@@ -65,7 +65,7 @@ def summary(reports: list[Report], seconds: float) -> str:
         f"{events} events ({events / len(reports):.0f} a seed), {sum(r.messages for r in reports)} messages, "
         f"{sum(r.seconds for r in reports):.0f} virtual seconds",
         f"{sum(r.requests for r in reports)} requests, {sum(r.tokens for r in reports)} tokens committed, "
-        f"{sum(r.epochs for r in reports)} leaders, {sum(r.fenced for r in reports)} commits fenced",
+        f"{sum(r.leaders for r in reports)} leaders, {sum(r.fenced for r in reports)} commits fenced",
         f"{faults.total()} faults: " + ", ".join(f"{count} × {name}" for name, count in faults.most_common()),
     ]
     return "\n".join(lines)

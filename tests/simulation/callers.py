@@ -85,9 +85,14 @@ class Caller:
 
     def _finish(self, choice: int, finish: session_pb2.Finished) -> None:
         name, known = f"{self.spec.request_id}.{choice}", self.finishes[choice]
-        if known is not None and (known.reason, known.num_output_tokens) != (
-            finish.reason,
-            finish.num_output_tokens,
+        if (
+            known is not None
+            and known.reason
+            and (known.reason, known.num_output_tokens)
+            != (
+                finish.reason,
+                finish.num_output_tokens,
+            )
         ):
             self.oracle.violated(f"{name}: two different ends")
         if finish.num_output_tokens != len(self.history[choice]):
@@ -131,6 +136,7 @@ class Call:
             params=spec.params,
             n=spec.n,
             block_hashes=join_hashes(hash_prompt(spec.prompt, self.caller.cluster.sim.block_size)),
+            priority=spec.priority,
             resumable=spec.resumable,
             deadline_unix_ms=int(spec.deadline * 1000),
         )
@@ -148,13 +154,28 @@ class Call:
             caller.oracle.violated(f"{caller.spec.request_id}.{choice.index}: more after the end")
         if choice.finished is not None:
             self._finished.add(choice.index)
+        self._check_logprobs(choice, first, tokens)
         caller.take(self, choice.index, first, tokens, choice.finished)
         if not self._stopped and choice.index == 0 and 0 <= caller.stop_at <= len(caller.history[0]):
             self._stopped = True
             if not choice.done and self.generation is not None:
                 self.generation.stop(choice)
-            caller.finishes[0] = caller.finishes[0] or session_pb2.Finished()
+            caller.finishes[0] = caller.finishes[0] or session_pb2.Finished()  # by its own doing
             caller.done = all(caller.finishes)
+
+    def _check_logprobs(self, choice: Choice, first: int, tokens: list[int]) -> None:
+        """They come with their tokens; those of the prompt before the first token of choice 0."""
+        params, violated = self.caller.spec.params, self.caller.oracle.violated
+        name = f"{self.caller.spec.request_id}.{choice.index}"
+        if params.HasField("logprobs"):
+            for index, token in enumerate(tokens, first):
+                entry = choice.logprobs.pop(index, None)
+                if entry is None or entry.token_id != token or len(entry.top_token_ids) != params.logprobs:
+                    violated(f"{name}: the log-probabilities of token {index} are wrong: {entry}")
+        if params.HasField("prompt_logprobs") and choice.index == 0 and first == 0 and tokens:
+            told = [(i, entry.token_id) for i, entry in sorted(choice.prompt_logprobs.items())]
+            if told != list(enumerate(self.caller.spec.prompt))[1:]:
+                violated(f"{name}: log-probabilities of the prompt, with its first token: {told}")
 
     def fail(self, error: KvernError) -> None:
         self.caller.failed(self, error)

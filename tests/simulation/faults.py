@@ -28,6 +28,7 @@ class Faults:
             "leader loses the store": self._cut_off,
             "worker dies": lambda: self._kill(draw.choice(cluster.workers)),
             "worker dies at an effect": lambda: self._arm(draw.choice(cluster.workers), 12),
+            "worker stops": self._stop_worker,
             "worker freezes": lambda: self._freeze(draw.choice(cluster.workers), 2.0),
             "gateway dies": lambda: self._kill(draw.choice(cluster.gateways)),
             "gateway freezes": lambda: self._freeze(draw.choice(cluster.gateways), 2.0),
@@ -112,6 +113,13 @@ class Faults:
         scheduler = self._some_scheduler()
         if scheduler.process.alive:
             scheduler.process.call(scheduler.stop.set)
+
+    def _stop_worker(self) -> None:
+        worker = self.world.random.choice(self.cluster.workers)
+        process = worker.process
+        if process.alive:
+            process.call(worker.servicer.drain)
+            self.world.after(0.05 + 0.1 * self.world.random.random(), process.kill, "stopped")
 
     # -- the store and the network ------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_scheduler.committer import Fenced
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.server import parse_args, serve
-from kvern_scheduler.store.base import StoreUnavailable
 from kvern_worker.service import Progress, WorkerServicer
 from kvern_worker.sim import SimConfig, SimExecutor
 
@@ -82,8 +81,6 @@ class SchedulerNode(Node):
             await serve(args, SimStore(cluster.store, process), self.stop)
         except Fenced as error:
             why = f"fenced: {error}"
-        except StoreUnavailable as error:
-            why = f"{error!r}"
         except Exception as error:
             why = f"{error!r}"
             cluster.oracle.violated(f"{self.name} failed: {error!r}")

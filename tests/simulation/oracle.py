@@ -37,6 +37,7 @@ class Spec:
     prompt: list[int]
     params: sampling_pb2.SamplingParams
     n: int
+    priority: int
     resumable: bool
     outputs: list[list[int]]
     cancels: bool = False
@@ -83,7 +84,7 @@ class Oracle:
         self.stored: dict[str, Stored] = {}
         self.num_committed_tokens = 0
         self.num_fenced = 0
-        self.epochs: list[int] = []
+        self.num_leaders = 0
         self.blames_workers = False
         """So many workers were lost that a request may be taken for the cause."""
         self._note = note
@@ -103,6 +104,7 @@ class Oracle:
         if epoch <= self._epoch:
             self.violated(f"epoch {epoch} was given out after epoch {self._epoch}")
         self._epoch = epoch
+        self.num_leaders += 1
 
     def committed(self, epoch: int, step: int, delta: Delta, status: CommitStatus) -> None:
         """The store answered a commit with ``status``."""
@@ -115,8 +117,6 @@ class Oracle:
             self.violated(f"epoch {epoch} committed step {step}, while epoch {self._epoch} leads")
         if step != self._step + 1:
             self.violated(f"step {step} was committed after step {self._step}")
-        if epoch not in self.epochs:
-            self.epochs.append(epoch)
         self._step = step
         for rid, record in delta.requests:
             self._enter(rid, record)

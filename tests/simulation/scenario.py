@@ -37,7 +37,7 @@ _SIMULATED = (
     *(worker_service, worker_sim, scheduler_client),
 )
 MAX_EVENTS = 200_000
-PATIENCE_S = 40.0
+PATIENCE_S = 15.0
 """Virtual seconds after the last fault within which everything must have finished."""
 CHECK_S = 0.05
 VOCABULARY = 997
@@ -54,7 +54,7 @@ class Report:
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    epochs: int = 0
+    leaders: int = 0
     fenced: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
@@ -126,6 +126,10 @@ class Simulation:
             if draw.random() < 0.2:
                 said = model_output(prompt, params, 0, VOCABULARY)
                 params.stop_token_ids.append(draw.choice(said))
+            if draw.random() < 0.25:
+                params.logprobs = draw.choice([0, 2])
+            if draw.random() < 0.15:
+                params.prompt_logprobs = 1
             start = 0.1 + window * draw.random() ** burst
             deadline = self.world.time() + start + 2 * draw.random() if draw.random() < 0.08 else 0.0
             cancel_after = draw.random() * 0.5 if draw.random() < 0.12 else -1.0
@@ -135,6 +139,7 @@ class Simulation:
                 prompt,
                 params,
                 n,
+                priority=draw.choice([0, 0, 0, 1]),
                 resumable=draw.random() < 0.85,
                 outputs=[model_output(prompt, params, choice, VOCABULARY) for choice in range(n)],
                 cancels=cancel_after >= 0 or stop_at >= 0,
@@ -161,6 +166,9 @@ class Simulation:
         idle = all(group.batch.num_running == 0 and not group.in_flight for group in cell.groups.values())
         ended = all(s.announced for request in cell.requests.values() for s in request.sequences)
         stored = self.oracle.stored.values()
+        instances = {worker.servicer.instance_id for worker in self.cluster.workers if worker.process.alive}
+        if not instances.issuperset(self.store.memory._index):
+            return False  # the index of a worker that is no more is to go
         return idle and ended and cell.num_waiting == 0 and all(all(s.finishes) for s in stored)
 
     # -- checks -------------------------------------------------------------------------------------------------
@@ -213,7 +221,7 @@ class Simulation:
             len(self.callers),
             oracle.num_committed_tokens,
             self.world.now,
-            len(oracle.epochs),
+            oracle.num_leaders,
             oracle.num_fenced,
             self.faults.counts if self.faults is not None else Counter(),
             self.world.trace,

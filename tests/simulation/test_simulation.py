@@ -43,7 +43,28 @@ def test_whatever_fails_every_promise_holds() -> None:
     broken = {report.seed: report.violations for report in reports if report.violations}
     assert not broken, "replay with: python -m simulation --seed N"
     assert sum(report.fenced for report in reports), "no zombie ever committed: the faults are too mild"
-    assert sum(report.epochs for report in reports) > len(reports), "hardly any leader was replaced"
+    assert sum(report.leaders for report in reports) > len(reports), "hardly any leader was replaced"
+
+
+def test_without_faults_the_first_leader_stays() -> None:
+    """Standbys start at the same time, and see a leader that still loads."""
+    for seed in range(20):
+        report = run_seed(seed, quiet=True)
+        assert not report.violations
+        assert report.leaders == 1
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(30, id="a stream breaks while a new instance of a worker is claimed"),
+        pytest.param(730, id="the same, the instance stays"),
+        pytest.param(59, id="the store goes away between the lease and the load"),
+        pytest.param(108, id="a worker dies while nobody leads"),
+    ],
+)
+def test_what_once_failed(seed: int) -> None:
+    assert not run_seed(seed).violations
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:

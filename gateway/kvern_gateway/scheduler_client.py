@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 SILENCE_S = 1.25
+_WATCH_S = 0.05
 # Open requests wait this long for a scheduler to come back before they end with UNAVAILABLE.
 PATIENCE_S = 10.0
 # New requests are refused at once when it has been away for longer than this.
@@ -163,10 +164,10 @@ class SchedulerClient:
     # The session.
 
     async def run(self) -> None:
-        attempt = 0
+        position = failures = 0
         try:
             while True:
-                address = self._addresses[attempt % len(self._addresses)]
+                address = self._addresses[position % len(self._addresses)]
                 try:
                     await self._session(address)
                 except Exception as error:
@@ -176,13 +177,15 @@ class SchedulerClient:
                     elif not isinstance(error, SessionLost):
                         log.exception("the session with %s broke on a message", address)
                     was_up = self._session_ended()
-                    attempt = 1 if was_up else attempt + 1
-                    if was_up or attempt in (1, 10):
+                    failures = 1 if was_up else failures + 1
+                    if was_up or failures in (1, 10):
                         log.warning("scheduler %s: %s; %d open requests wait", address, reason, self.num_open)
                 self._expire()
-                low, high = BACKOFF_S
+                # One that was lost leads no longer, most likely: the next one comes first.
+                position += 1
                 # All addresses are asked before the next longer wait.
-                rounds = min(attempt // len(self._addresses), 8)
+                rounds = min(failures // len(self._addresses), 8)
+                low, high = BACKOFF_S
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(high, low * 2**rounds))
         finally:
             self._session_ended()
@@ -288,10 +291,10 @@ class SchedulerClient:
     async def _watch(self, call: Any) -> None:
         last = time.monotonic()
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
             # When this loop itself was late, the silence may be ours.
-            if now - self._heard_at > SILENCE_S and now - last < 2 * HEARTBEAT_S:
+            if now - self._heard_at > SILENCE_S and now - last < HEARTBEAT_S:
                 log.warning("the scheduler has been silent for %.2f s; reconnecting", now - self._heard_at)
                 call.cancel()
                 return

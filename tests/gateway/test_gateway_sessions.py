@@ -349,3 +349,26 @@ async def test_handles_of_open_choices_are_not_given_out_again() -> None:
     client._next_handle = 2**32 - 3
     generation = client.submit(session_pb2.Submit(n=4))
     assert [choice.handle for choice in generation.choices] == [5, 6, 7, 8]
+
+
+async def test_a_silent_leader_is_not_asked_first_again() -> None:
+    first, second = FakeScheduler(), FakeScheduler()
+    await first.start()
+    await second.start()
+    client = SchedulerClient([first.address, second.address])
+    running = asyncio.create_task(client.run())
+    try:
+        await until(lambda: first.num_sessions)
+        address = first.address
+        await first.stop()
+        await until(lambda: second.num_sessions)
+        await first.start(address)
+        second.silent = True
+        # The silence itself takes 1.25 s; asking the silent one once more would take as long again.
+        await until(lambda: first.num_sessions == 2, 2.0)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        second.silent = False
+        await first.stop()
+        await second.stop()

@@ -88,6 +88,8 @@ class Generation:
     def __init__(self, submit: session_pb2.Submit, client: Canceller, attached: bool = False) -> None:
         self.submit = submit
         self.attached = attached
+        # What the scheduler numbered this call: one with a higher number takes the request over.
+        self.claim = 0
         self.choices = self._create_choices()
         self.sink: Sink | None = None
         self.error: KvernError | None = None

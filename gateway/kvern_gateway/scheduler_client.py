@@ -264,6 +264,7 @@ class SchedulerClient:
                     request_id=generation.submit.request_id,
                     tenant=generation.submit.tenant,
                     next_index=[choice.next_index for choice in generation.choices],
+                    claim=generation.claim,
                 )
             )
             for choice in generation.choices:
@@ -365,6 +366,7 @@ class SchedulerClient:
             if generation.attached:
                 generation.adopt(admitted)
                 self._choices.update((choice.handle, choice) for choice in generation.choices)
+            generation.claim = admitted.claim
             generation.admitted.set_result(None)
             if generation.submit.resumable:
                 self._supersede(generation)

@@ -86,6 +86,7 @@ class Engine:
             self.metrics.refused(error)
             return
         self._grow()
+        self._claim(request)
         if new:
             for sequence in request.sequences:
                 self._committed[sequence.row] = 0
@@ -101,6 +102,8 @@ class Engine:
             if request is None:
                 raise _not_found(pb.request_id)
             self._check_handles(session, pb.handle, request.submission.n)
+            if pb.claim and pb.claim < request.claim:
+                raise _taken_over()
             for sequence, index in zip(request.sequences, pb.next_index, strict=False):
                 if index > self._committed[sequence.row]:
                     raise invalid(
@@ -112,7 +115,15 @@ class Engine:
         except RequestError as error:
             session.refused(session_pb2.Refused(handle=pb.handle, error=error.to_pb()))
             return
+        if pb.claim:
+            request.claim = pb.claim
+        else:
+            self._claim(request)
         self._attach(session, request, pb.handle, list(pb.next_index))
+
+    def _claim(self, request: Request) -> None:
+        """A client asks: no call is newer. The clock makes that true of calls at earlier leaders, too."""
+        request.claim = max(request.claim + 1, int(self.clock() * 1000))
 
     def cancel(self, session: Session, pb: session_pb2.CancelHandle) -> None:
         sequence = session.sequences.get(pb.handle)
@@ -141,13 +152,8 @@ class Engine:
         for sequence in request.sequences:
             session = self.sessions.get(int(self._session_of[sequence.row]))
             if session is not None and session is not newest:
-                error = RequestError(
-                    error_pb2.ERROR_CODE_CANCELLED,
-                    "another call with the same request id has taken this one over",
-                    field="request_id",
-                )
                 handle = int(self._handle_of[sequence.row]) - sequence.choice
-                session.refused(session_pb2.Refused(handle=handle, error=error.to_pb()))
+                session.refused(session_pb2.Refused(handle=handle, error=_taken_over().to_pb()))
                 return
 
     def _attach(self, session: Session, request: Request, handle: int, next_index: list[int]) -> None:
@@ -179,7 +185,9 @@ class Engine:
     def _admitted(self, request: Request, *, attached: bool) -> session_pb2.Admitted:
         row = request.sequences[0].row
         admitted = session_pb2.Admitted(
-            handle=int(self._handle_of[row]), request_id=request.submission.request_id
+            handle=int(self._handle_of[row]),
+            request_id=request.submission.request_id,
+            claim=request.claim,
         )
         if attached:
             submission = request.submission
@@ -342,6 +350,14 @@ class Engine:
             self._session_of = np.concatenate([self._session_of, np.full(size, -1, np.int32)])
             self._handle_of = np.concatenate([self._handle_of, np.zeros(size, np.uint32)])
             self._committed = np.concatenate([self._committed, np.zeros(size, np.uint32)])
+
+
+def _taken_over() -> RequestError:
+    return RequestError(
+        error_pb2.ERROR_CODE_CANCELLED,
+        "another call with the same request id has taken this one over",
+        field="request_id",
+    )
 
 
 def _not_found(request_id: str) -> RequestError:

@@ -48,6 +48,18 @@ class Caller:
         self.gateway = ready[int(self.world.random.random() * len(ready))]
         self.num_calls += 1
         self._call = Call(self, self.gateway)
+        if self.spec.resumable:
+            self.world.after(0.5, self._lose_patience, self._call)
+
+    def _lose_patience(self, call: Call) -> None:
+        """A frozen gateway says nothing: its client goes to another one, though it will be back."""
+        if self.done or call is not self._call:
+            return
+        if call.process.frozen and self.world.random.random() < 0.4:
+            self.world.note("client", f"{self.spec.request_id} gives {call.gateway.name} up")
+            self.again(call)
+        else:
+            self.world.after(0.3, self._lose_patience, call)
 
     def again(self, call: Call) -> None:
         """That call has ended without an answer."""
@@ -138,6 +150,7 @@ class Call:
             block_hashes=join_hashes(hash_prompt(spec.prompt, self.caller.cluster.sim.block_size)),
             priority=spec.priority,
             resumable=spec.resumable,
+            resumes=any(self.caller.history),
             deadline_unix_ms=int(spec.deadline * 1000),
         )
         try:

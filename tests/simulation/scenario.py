@@ -95,7 +95,7 @@ class Simulation:
 
     def run(self) -> Report:
         world, draw = self.world, self.world.random
-        self.cluster.start(draw.randint(2, 3), draw.choice([1, 1, 2]), draw.randint(1, 2))
+        self.cluster.start(draw.randint(2, 3), draw.choice([1, 1, 2]), draw.choice([1, 2, 2]))
         window = draw.uniform(0.3, 2.0)
         self._make_callers(window)
         if not self.quiet:

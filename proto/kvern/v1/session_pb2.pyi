@@ -170,9 +170,14 @@ class Attach(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
+    claim: _builtins.int
+    """`Admitted.claim`, where a gateway goes on by itself after a lost session; 0: a client asks. A claim that is not the
+    newest any more is refused with CANCELLED: the client has moved to another gateway meanwhile.
+    """
     @_builtins.property
     def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per choice: the index of the next output token that the client lacks. Missing entries are 0."""
@@ -184,10 +189,11 @@ class Attach(_message.Message):
         request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         next_index: _abc.Iterable[_builtins.int] | None = ...,
+        claim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "next_index", b"next_index", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "handle", b"handle", "next_index", b"next_index", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +325,7 @@ class Admitted(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     gateway_context: _builtins.bytes
@@ -326,6 +333,8 @@ class Admitted(_message.Message):
     prompt_token_ids: _builtins.bytes
     """On attach: int32 little endian."""
     n: _builtins.int
+    claim: _builtins.int
+    """The number of this call among all that asked for the request; later ones have higher numbers."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
     def __init__(
@@ -337,10 +346,11 @@ class Admitted(_message.Message):
         prompt_token_ids: _builtins.bytes = ...,
         params: _sampling_pb2.SamplingParams | None = ...,
         n: _builtins.int = ...,
+        claim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_context", b"gateway_context", "handle", b"handle", "n", b"n", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "gateway_context", b"gateway_context", "handle", b"handle", "n", b"n", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

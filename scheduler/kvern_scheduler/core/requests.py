@@ -73,6 +73,7 @@ class Request:
 
     __slots__ = (
         "arrived",
+        "claim",
         "num_uncommitted",
         "num_unfinished",
         "rid",
@@ -85,6 +86,8 @@ class Request:
         self.rid = rid
         self.submission = submission
         self.arrived = arrived
+        # The number of the newest call that asked for it.
+        self.claim = 0
         self.sequences = [Sequence(self, choice) for choice in range(submission.n)]
         self.num_unfinished = submission.n
         # Choices whose end has not gone into a commit yet.

@@ -189,6 +189,9 @@ def _result(
             "kind": violation.kind,
             "choice": violation.choice,
             "detail": violation.detail,
+            "began": _time_of_day(record.started),
+            "last_event": _time_of_day(record.ended),
+            "gateway": record.gateways[-1][1] if record.gateways else None,
         }
         for record, violation in load.violations[:_MOST_DETAILS]
     ]
@@ -210,16 +213,18 @@ def _result(
 
 
 def _describe(strike: Strike, stall: float) -> dict[str, Any]:
-    """``at`` is a time of day, to be found in logs."""
-    at = datetime.fromtimestamp(time() + strike.at - perf_counter()).strftime("%H:%M:%S.%f")[:-3]
-    moment = strike.fault.moment
     return {
         "fault": strike.fault.name,
         "process": strike.process,
-        "moment": moment,
-        "at": at,
-        "ms": 1000 * stall,
+        "moment": strike.fault.moment,
+        "at": _time_of_day(strike.at),
+        "ms": round(1000 * stall, 1),
     }
+
+
+def _time_of_day(moment: float) -> str:
+    """To be found in logs."""
+    return datetime.fromtimestamp(time() + moment - perf_counter()).strftime("%H:%M:%S.%f")[:-3]
 
 
 def stalls_of(strikes: Sequence[Strike], index: int, records: Sequence[Record]) -> list[float]:
@@ -271,7 +276,8 @@ def render(result: dict[str, Any]) -> str:
     if result["stuck"]:
         lines.append(f"  stuck: {result['stuck']}")
     lines += [
-        f"  {one['kind']}: {one['request_id']} ({one['template']}), choice {one['choice']}: {one['detail']}"
+        f"  {one['kind']}: {one['request_id']} ({one['template']}), choice {one['choice']}, begun {one['began']}, "
+        f"last event {one['last_event']} at {one['gateway']}: {one['detail']}"
         for one in result["violation_details"]
     ]
     if result["logs"]:

@@ -19,12 +19,13 @@ from simulation.scenario import Report, run_seed
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one, with its trace")
+    parser.add_argument("--only", action="append", default=[], help="kinds of faults, as the seed's")
     parser.add_argument("--seeds", type=int, default=200, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     if args.seed is not None:
-        report = run_seed(args.seed, tracing=True)
+        report = run_seed(args.seed, tracing=True, only=args.only)
         print("\n".join(report.trace))
         print(report.violations or "no violation")
         sys.exit(bool(report.violations))

@@ -4,7 +4,7 @@ of the others come up too."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from simulation.network import Weather
 from simulation.nodes import Cluster, Node, SchedulerNode
@@ -12,9 +12,9 @@ from simulation.stores import StoreWeather
 
 
 class Faults:
-    """Strikes at random moments until ``end``, when everything is mended."""
+    """Strikes at random moments until ``end``, when everything is mended. ``only``: kinds of faults; empty: some."""
 
-    def __init__(self, cluster: Cluster, end: float) -> None:
+    def __init__(self, cluster: Cluster, end: float, only: Collection[str] = ()) -> None:
         self.cluster, self.world, self.end = cluster, cluster.world, end
         self.counts: Counter[str] = Counter()
         self.over = False
@@ -31,7 +31,7 @@ class Faults:
             "worker stops": self._stop_worker,
             "worker freezes": lambda: self._freeze(draw.choice(cluster.workers), 2.0),
             "gateway dies": lambda: self._kill(draw.choice(cluster.gateways)),
-            "gateway freezes": lambda: self._freeze(draw.choice(cluster.gateways), 2.0),
+            "gateway freezes": lambda: self._freeze(draw.choice(cluster.gateways), 3.0),
             "store refuses": self._refuse,
             "store stalls": self._stall_store,
             "link stalls": self._stall_link,
@@ -39,7 +39,8 @@ class Faults:
             "bad weather": self._weather,
             "bad weather at the store": self._store_weather,
         }
-        self._kinds = {name: kinds[name] for name in draw.sample(sorted(kinds), draw.randint(1, 5))}
+        chosen = only or draw.sample(sorted(kinds), draw.choice([1, 2, 2, 3, 5]))
+        self._kinds = {name: kinds[name] for name in chosen}
         self._pause = draw.uniform(0.05, 0.8)
         self.world.after(draw.uniform(0.02, 0.5), self._strike)
         self.world.after(end, self.mend)
@@ -107,7 +108,7 @@ class Faults:
         """It goes on computing, until long after its lease has run out."""
         name = self._some_scheduler().name
         self.world.note("FAULT", f"{name}")
-        self.cluster.network.stall(name, "world", 0.5 + 2.0 * self.world.random.random())
+        self.cluster.network.stall(name, "world", 0.8 + 2.0 * self.world.random.random())
 
     def _stop(self) -> None:
         scheduler = self._some_scheduler()

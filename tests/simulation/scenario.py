@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -61,9 +61,11 @@ class Report:
 
 
 class Simulation:
-    """``quiet``: no faults."""
+    """``quiet``: no faults. ``only``: kinds of faults; empty: what the seed chooses."""
 
-    def __init__(self, seed: int, *, tracing: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, tracing: bool = False, quiet: bool = False, only: Collection[str] = ()
+    ) -> None:
         self.seed = seed
         world = self.world = World(seed, tracing=tracing)
         draw = world.random
@@ -84,11 +86,12 @@ class Simulation:
             max_num_batched_tokens=draw.choice([8, 16, 32]),
             strict=True,
         )
-        self.network.step_s = draw.choice([0.005, 0.02, 0.08])
+        self.network.step_s = draw.choice([0.005, 0.02, 0.08, 0.2])
         self.cluster = Cluster(world, self.network, self.store, self.oracle, self.sim)
         self.callers: list[Caller] = []
         self.faults: Faults | None = None
         self.quiet = quiet
+        self.only = only
 
     def _broke(self, who: str, error: Exception) -> None:
         self.oracle.violated(f"unforeseen error in a handler of {who}: {error!r}")
@@ -96,10 +99,10 @@ class Simulation:
     def run(self) -> Report:
         world, draw = self.world, self.world.random
         self.cluster.start(draw.randint(2, 3), draw.choice([1, 1, 2]), draw.choice([1, 2, 2]))
-        window = draw.uniform(0.3, 2.0)
+        window = draw.uniform(0.3, 2.0) + 6 * self.network.step_s
         self._make_callers(window)
         if not self.quiet:
-            self.faults = Faults(self.cluster, window + 0.3)
+            self.faults = Faults(self.cluster, window + 0.3, self.only)
         world.after(CHECK_S, self._check_now)
         finished = world.run(self._finished, window + PATIENCE_S, MAX_EVENTS)
         if not finished and not self.oracle.violations:
@@ -304,9 +307,9 @@ class _TraceLogs(logging.Handler):
         )
 
 
-def run_seed(seed: int, *, tracing: bool = False, quiet: bool = False) -> Report:
+def run_seed(seed: int, *, tracing: bool = False, quiet: bool = False, only: Collection[str] = ()) -> Report:
     """Runs a seed. The same seed gives the same report, trace included."""
-    simulation = Simulation(seed, tracing=tracing, quiet=quiet)
+    simulation = Simulation(seed, tracing=tracing, quiet=quiet, only=only)
     root = logging.getLogger()
     handler = _TraceLogs(simulation.world)
     level, disabled = root.level, root.manager.disable

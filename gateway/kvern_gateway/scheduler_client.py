@@ -12,6 +12,7 @@ in ``Choice.tokens``, which the request's max_tokens bounds).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 SILENCE_S = 1.25
 _WATCH_S = 0.05
+PROBE_TIMEOUT_S = 0.5
 # Open requests wait this long for a scheduler to come back before they end with UNAVAILABLE.
 PATIENCE_S = 10.0
 # New requests are refused at once when it has been away for longer than this.
@@ -49,7 +51,7 @@ class SessionLost(Exception):
 class SchedulerClient:
     """Holds the session; ``run()`` keeps it up until cancelled.
 
-    ``addresses`` are the leader's and its standbys': they are tried in turn.
+    ``addresses`` are the leader's and its standbys'.
     """
 
     def __init__(self, addresses: Sequence[str], gateway_id: str = "") -> None:
@@ -164,11 +166,14 @@ class SchedulerClient:
     # The session.
 
     async def run(self) -> None:
-        position = failures = 0
+        failures = 0
         try:
             while True:
-                address = self._addresses[position % len(self._addresses)]
+                low, high = BACKOFF_S
+                pause = min(high, low * 2 ** min(failures, 8))
+                address = ""
                 try:
+                    address = await self._find_leader(pause)
                     await self._session(address)
                 except Exception as error:
                     reason = str(error)
@@ -181,12 +186,7 @@ class SchedulerClient:
                     if was_up or failures in (1, 10):
                         log.warning("scheduler %s: %s; %d open requests wait", address, reason, self.num_open)
                 self._expire()
-                # One that was lost leads no longer, most likely: the next one comes first.
-                position += 1
-                # All addresses are asked before the next longer wait.
-                rounds = min(failures // len(self._addresses), 8)
-                low, high = BACKOFF_S
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(high, low * 2**rounds))
+                await asyncio.sleep(random.uniform(0.5, 1.0) * pause)
         finally:
             self._session_ended()
             for channel in self._channels.values():
@@ -204,11 +204,37 @@ class SchedulerClient:
             for generation in list(self._generations.values()):
                 self._fail(generation, unavailable("the scheduler went away and did not come back in time"))
 
-    async def _session(self, address: str) -> None:
+    async def _find_leader(self, pause_s: float) -> str:
+        """The address whose scheduler says first that it leads. Each is asked again and again by itself, so that a
+        frozen one holds up nobody. Raises SessionLost when none does for a while."""
+        if len(self._addresses) == 1:
+            return self._addresses[0]
+        asking = [asyncio.create_task(self._until_leading(address, pause_s)) for address in self._addresses]
+        try:
+            done, _ = await asyncio.wait(asking, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in asking:
+                task.cancel()
+        if not done:
+            raise SessionLost("no scheduler leads")
+        return done.pop().result()
+
+    async def _until_leading(self, address: str, pause_s: float) -> str:
+        request = session_pb2.GetStatusRequest()
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if (await self._stub(address).GetStatus(request, timeout=PROBE_TIMEOUT_S)).leader:
+                    return address
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
+
+    def _stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = create_channel(address)
-        call: Any = cast(Any, session_pb2_grpc.SchedulerServiceStub(channel)).Session()
+        return cast(Any, session_pb2_grpc.SchedulerServiceStub(channel))
+
+    async def _session(self, address: str) -> None:
+        call: Any = self._stub(address).Session()
         tasks: list[asyncio.Task[None]] = []
         self._heard_at = time.monotonic()
         try:

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheduler",
         required=True,
-        help="ADDR[,ADDR…] of one cell's scheduler and its standbys, tried in turn",
+        help="ADDR[,ADDR…] of one cell's scheduler and its standbys",
     )
     parser.add_argument(
         "--model", required=True, help="Hugging Face folder or .gguf file: tokenizer and chat template"

@@ -87,6 +87,7 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.paused = asyncio.Event()
         self.paused.set()
         self.silent = False
+        self.leads = True
         self.forget_on_reconnect = False
         self.num_sessions = 0
         # By request id, across sessions.
@@ -122,6 +123,13 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
                     del session.open[handle]
                     session.answers.refused.add(handle=handle, error=error.to_pb())
                     session.wake.set()
+
+    async def GetStatus(
+        self, request: session_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.GetStatusResponse:
+        while self.silent:
+            await asyncio.sleep(0.05)
+        return session_pb2.GetStatusResponse(leader=self.leads)
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.SessionRequest], context: grpc.aio.ServicerContext

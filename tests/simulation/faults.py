@@ -41,7 +41,7 @@ class Faults:
         }
         chosen = only or draw.sample(sorted(kinds), draw.choice([1, 2, 2, 3, 5]))
         self._kinds = {name: kinds[name] for name in chosen}
-        self._pause = draw.uniform(0.05, 0.8)
+        self._pause = draw.uniform(0.05, 0.3 if only else 0.8)
         self.world.after(draw.uniform(0.02, 0.5), self._strike)
         self.world.after(end, self.mend)
 
@@ -98,7 +98,8 @@ class Faults:
                 self.world.note(node.name, "thaws")
                 process.thaw()
 
-        self.world.after(0.05 + seconds * self.world.random.random(), thaw)
+        draw = self.world.random.random
+        self.world.after(0.05 + seconds * (draw() if draw() < 0.5 else 0.5 + 0.5 * draw()), thaw)
 
     def _doom(self) -> None:
         """The commit may arrive when another one leads already."""

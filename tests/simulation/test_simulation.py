@@ -181,7 +181,7 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
             "no longer has the generation",
             ("worker dies", "stream breaks"),
         ),
-        (load_once, "failed: StoreUnavailable", ()),
+        (load_once, "failed: StoreUnavailable", ("scheduler dies", "store refuses")),
         (keep_the_index_of_gone_workers, "no end in sight", ()),
         (let_any_gateway_take_over, "has taken this one over", ("gateway freezes",)),
     ],

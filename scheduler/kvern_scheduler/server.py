@@ -116,6 +116,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     computing: list[asyncio.Task[None]] = []
     committing: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
+    # Now, not when it is to lead: a collection takes as long as all the rest of a take-over.
+    gc.collect()
     try:
         leading = asyncio.create_task(acquire(store, owner, args.listen))
         starting.append(leading)
@@ -196,7 +198,6 @@ async def _watch_workers(
 
 def _calm_gc() -> None:
     """What start-up made lives for ever; and no cycle collection may pause a step for long."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 

@@ -103,7 +103,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         """Once the model is known, that is when the first worker is ready."""
         cell = engine.cell
         while cell.model is None or not cell.groups:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         session.welcome(
             session_pb2.Welcome(
                 cell=self._cell_name,

@@ -21,6 +21,8 @@ KILLS_PER_FREEZE = 4
 OVERLAP_SHARE = 0.1
 RECOVERY_TIMEOUT_S = 30.0
 _MOMENT_TIMEOUT_S = 2.0
+# What comes so shortly after a fault had been sent before it.
+_ON_THE_WAY_S = 0.1
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "restart": signal.SIGTERM}
 _MOMENTS = ("any", "any", "submit", "accepted", "token", "ended")
 # Shorter and longer than the silences (1.25 s) and the lease (1 s) after which others act.
@@ -114,7 +116,7 @@ class Faults:
         if not await self._chaos.until_steady(RECOVERY_TIMEOUT_S):
             last = self.strikes[-1].fault.name if self.strikes else "the start"
             raise TimeoutError(f"no recovery within {RECOVERY_TIMEOUT_S:g} s of {last}")
-        since = max((strike.over for strike in self.strikes), default=0.0)
+        since = max((strike.over + _ON_THE_WAY_S for strike in self.strikes), default=0.0)
         deadline = perf_counter() + RECOVERY_TIMEOUT_S
         while not self._load.all_went_on(since) and perf_counter() < deadline:
             await asyncio.sleep(0.01)

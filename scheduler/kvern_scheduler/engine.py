@@ -197,6 +197,12 @@ class Engine:
             admitted.n = submission.n
         return admitted
 
+    def replace_sessions(self, newest: Session) -> None:
+        """A gateway has one session: a submit that was under way on an older one may not take a request back."""
+        for session in self.sessions.values():
+            if session is not newest and session.gateway_id == newest.gateway_id:
+                session.replace()
+
     def detach(self, session: Session) -> None:
         """The session broke. Requests whose client named them wait for another one, the rest is aborted."""
         self.sessions.pop(session.number, None)

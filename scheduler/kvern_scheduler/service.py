@@ -83,9 +83,11 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             return
         session.gateway_id = request.hello.gateway_id
         log.info("gateway %s is here", session.gateway_id[:40])
+        engine.replace_sessions(session)
         welcome = asyncio.create_task(self._welcome(engine, session))
         try:
             while request is not EOF:
+                session.check()
                 session.heard = True
                 for cancel in request.cancels:
                     engine.cancel(session, cancel)

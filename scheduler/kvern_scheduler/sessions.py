@@ -32,6 +32,7 @@ class Session:
         self.gateway_id = ""
         self.sequences: dict[int, Sequence] = {}
         self.overflowed = False
+        self._replaced = False
         self.heard = True
         self._context = context
         self._wake = asyncio.Event()
@@ -99,7 +100,7 @@ class Session:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._check_overflow()
+            self.check()
             self._last_sent = time.monotonic()
             await write(self._take())
 
@@ -107,7 +108,7 @@ class Session:
         """Heartbeats. Raises KvernError when the gateway has been silent, or has not read, for too long."""
         silent = 0
         while silent < SILENT_BEATS:
-            self._check_overflow()
+            self.check()
             if time.monotonic() - self._last_sent > HEARTBEAT_S * 0.9:
                 self._wake.set()
             await asyncio.sleep(HEARTBEAT_S)
@@ -118,8 +119,15 @@ class Session:
             f"the gateway was silent for {SILENT_BEATS * HEARTBEAT_S} s; an empty message is a heartbeat",
         )
 
-    def _check_overflow(self) -> None:
-        """Once something was thrown away, nothing more may be sent."""
+    def replace(self) -> None:
+        """The gateway has opened another session: what still arrives on this one is of the past."""
+        self._replaced = True
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raises KvernError when it was replaced, or when something was thrown away: nothing more may be sent then."""
+        if self._replaced:
+            raise KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, "the gateway has a newer session")
         if self.overflowed:
             raise KvernError(
                 error_pb2.ERROR_CODE_UNAVAILABLE,

@@ -66,7 +66,7 @@ class Gateway:
 
     async def open(self) -> None:
         self._call: Any = self.stub.Session()  # type: ignore[call-arg]
-        await self._call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id="test")))
+        await self._call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=f"test-{id(self)}")))
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         await self.until(lambda: self.welcome is not None)
 

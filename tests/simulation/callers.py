@@ -92,6 +92,7 @@ class Caller:
         history += tokens[known:]
         if history != self.spec.outputs[choice][: len(history)]:
             self.oracle.violated(f"{name}: the client was told {history}")
+        self.world.note("client", f"{name} has {len(history)} tokens{'' if finish is None else ', the end'}")
         if finish is not None:
             self._finish(choice, finish)
 
@@ -122,6 +123,9 @@ class Caller:
             "lost with its scheduler" in error.message and self.spec.resumable
         ):
             self.again(call)
+            return
+        if self.oracle.forgets and "no such request" in error.message:
+            self.done = True
             return
         self.oracle.violated(f"{self.spec.request_id}: failed with {error.message}")
         self.done = True

@@ -50,6 +50,7 @@ class Faults:
             return
         name = self.world.random.choice(list(self._kinds))
         self.counts[name] += 1
+        self.cluster.oracle.blames_workers = self.counts.total() >= 5
         self.world.note("FAULT", name)
         self._kinds[name]()
         self.world.after(self.world.random.expovariate(1 / self._pause), self._strike)

@@ -76,6 +76,8 @@ class SchedulerNode(Node):
             cluster.sim.max_num_seqs,
             cluster.sim.max_num_batched_tokens,
         )
+        if cluster.oracle.forgets:
+            args.retention_s, args.orphan_grace_s = 1, 0.6
         why = "it has stopped"
         try:
             await serve(args, SimStore(cluster.store, process), self.stop)

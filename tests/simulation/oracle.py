@@ -87,6 +87,8 @@ class Oracle:
         self.num_leaders = 0
         self.blames_workers = False
         """So many workers were lost that a request may be taken for the cause."""
+        self.forgets = False
+        """Requests that nobody asks about are aborted, and those that ended are forgotten, within moments."""
         self._note = note
         self._by_rid: dict[int, Stored] = {}
         self._epoch = self._step = 0
@@ -118,6 +120,11 @@ class Oracle:
         if step != self._step + 1:
             self.violated(f"step {step} was committed after step {self._step}")
         self._step = step
+        self._note(
+            "store",
+            f"commit {step} of epoch {epoch}: {len(delta.requests)} requests, {delta.tokens.size} tokens, "
+            f"{len(delta.finished)} ends",
+        )
         for rid, record in delta.requests:
             self._enter(rid, record)
         start = 0
@@ -131,7 +138,7 @@ class Oracle:
     def _enter(self, rid: int, record: bytes) -> None:
         submit = session_pb2.Submit.FromString(record)
         spec = self.specs[submit.request_id]
-        if rid in self._by_rid or (spec.resumable and submit.request_id in self.stored):
+        if rid in self._by_rid or (spec.resumable and submit.request_id in self.stored and not self.forgets):
             self.violated(f"request {submit.request_id} was admitted twice")
         stored = Stored(spec, [[] for _ in range(spec.n)], [None] * spec.n, rid)
         self.stored[submit.request_id] = self._by_rid[rid] = stored
@@ -228,7 +235,7 @@ class Oracle:
             if not complete or finish.reason != (STOP if stopped else LENGTH):
                 self.violated(f"{name}: ended with {finish.num_output_tokens} tokens of {len(expected)}")
         elif finish.reason == ABORT:
-            if not spec.cancels and spec.resumable:
+            if not spec.cancels and spec.resumable and not self.forgets:
                 self.violated(f"{name}: aborted, and nobody asked for it")
         elif finish.error.code == error_pb2.ERROR_CODE_DEADLINE_EXCEEDED:
             if not spec.deadline or now < spec.deadline:

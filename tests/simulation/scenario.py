@@ -86,8 +86,9 @@ class Simulation:
             max_num_batched_tokens=draw.choice([8, 16, 32]),
             strict=True,
         )
-        self.network.step_s = draw.choice([0.005, 0.02, 0.08, 0.2])
+        self.network.step_s = draw.choice([0.005, 0.02, 0.02, 0.08, 0.2])
         self.cluster = Cluster(world, self.network, self.store, self.oracle, self.sim)
+        self.oracle.forgets = draw.random() < 0.15
         self.callers: list[Caller] = []
         self.faults: Faults | None = None
         self.quiet = quiet
@@ -99,7 +100,7 @@ class Simulation:
     def run(self) -> Report:
         world, draw = self.world, self.world.random
         self.cluster.start(draw.randint(2, 3), draw.choice([1, 1, 2]), draw.choice([1, 2, 2]))
-        window = draw.uniform(0.3, 2.0) + 6 * self.network.step_s
+        window = draw.uniform(0.3, 1.5) + 5 * self.network.step_s
         self._make_callers(window)
         if not self.quiet:
             self.faults = Faults(self.cluster, window + 0.3, self.only)
@@ -285,7 +286,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         (scheduler_client, "random", random.Random(simulation.seed)),
         (workers, "STEP_TIMEOUT_S", 3.0),
         (server, "Engine", make_engine),
-        (server, "_calm_gc", lambda: None),
+        (server, "gc", mock.Mock()),
     ]
     with contextlib.ExitStack() as stack:
         for module, name, value in patches:

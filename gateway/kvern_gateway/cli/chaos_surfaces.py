@@ -100,10 +100,10 @@ class HttpSurface:
         return body
 
     async def connect(self, gateway: GatewayAddress, replay: bool) -> AsyncGenerator[Event, None]:
-        from_start = replay or self.last_id is None
-        headers = {} if from_start else {"Last-Event-ID": str(self.last_id)}
-        if from_start:
-            self.due, self.ended = [0] * self.template.n, set()
+        if replay or self.last_id is None:
+            # Also when this connection fails: the next one goes on from there.
+            self.last_id, self.due, self.ended = None, [0] * self.template.n, set()
+        headers = {} if self.last_id is None else {"Last-Event-ID": self.last_id}
         opened = False
         path = "/v1/chat/completions" if self.template.surface == "chat" else "/v1/completions"
         async with aclosing(post_events(gateway, path, self.body(), headers)) as received:

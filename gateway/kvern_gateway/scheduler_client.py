@@ -388,11 +388,13 @@ class SchedulerClient:
 
     def _admitted(self, admitted: session_pb2.Admitted) -> None:
         generation = self._generations.get(admitted.handle)
-        if generation is not None and not generation.admitted.done():
+        if generation is None:
+            return
+        generation.claim = admitted.claim
+        if not generation.admitted.done():
             if generation.attached:
                 generation.adopt(admitted)
                 self._choices.update((choice.handle, choice) for choice in generation.choices)
-            generation.claim = admitted.claim
             generation.admitted.set_result(None)
             if generation.submit.resumable:
                 self._supersede(generation)

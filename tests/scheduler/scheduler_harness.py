@@ -50,6 +50,7 @@ class Gateway:
     """One session; collects what arrives, and checks that indexes are contiguous."""
 
     def __init__(self, address: str) -> None:
+        self.gateway_id = f"test-{id(self)}"
         self._channel = create_channel(address)
         self.stub = session_pb2_grpc.SchedulerServiceStub(self._channel)
         self.welcome: session_pb2.Welcome | None = None
@@ -66,7 +67,9 @@ class Gateway:
 
     async def open(self) -> None:
         self._call: Any = self.stub.Session()  # type: ignore[call-arg]
-        await self._call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=f"test-{id(self)}")))
+        await self._call.write(
+            session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id=self.gateway_id))
+        )
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         await self.until(lambda: self.welcome is not None)
 

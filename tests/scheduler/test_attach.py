@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from scheduler_harness import SIM, Cluster
+import grpc
+from scheduler_harness import SIM, Cluster, Gateway
 
 from kvern.v1 import error_pb2, session_pb2
 from kvern_worker.sim import continue_greedily
@@ -58,3 +59,35 @@ async def test_a_session_is_told_that_another_took_its_request_over(cluster: Clu
     assert first.refused[7].code == error_pb2.ERROR_CODE_CANCELLED
     assert second.tokens[1] == continue_greedily(PROMPT, 100, SIM)
     assert 7 not in first.finished
+
+
+async def test_a_gateway_that_comes_back_takes_nothing_from_the_one_its_client_went_to(
+    cluster: Cluster,
+) -> None:
+    cluster.workers[0].config = replace(SIM, step_us=2000)
+    await cluster.start()
+    first, second = await cluster.gateway(), await cluster.gateway()
+    await first.submit(7, PROMPT, 60, request_id="a", resumable=True)
+    await first.until(lambda: 7 in first.admitted)
+    await second.submit(1, PROMPT, 60, request_id="a", resumable=True)
+    await second.until(lambda: 1 in second.admitted)
+    assert second.admitted[1].claim > first.admitted[7].claim
+    await first.send(attaches=[session_pb2.Attach(handle=8, request_id="a", claim=first.admitted[7].claim)])
+    await first.finish(8)
+    assert first.refused[8].code == error_pb2.ERROR_CODE_CANCELLED
+    await second.finish(1)
+    assert second.tokens[1] == continue_greedily(PROMPT, 60, SIM)
+
+
+async def test_the_newer_session_of_a_gateway_ends_the_older(cluster: Cluster) -> None:
+    await cluster.start()
+    older = await cluster.gateway()
+    newer = Gateway(cluster.address)
+    cluster.gateways.append(newer)
+    newer.gateway_id = older.gateway_id
+    await newer.open()
+    await older.until(lambda: older.error is not None)
+    assert older.error is not None and older.error.code() is grpc.StatusCode.UNAVAILABLE
+    await newer.submit(1, PROMPT)
+    await newer.finish(1)
+    assert newer.tokens[1] == continue_greedily(PROMPT, 8, SIM)

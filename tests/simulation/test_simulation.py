@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulation.__main__ import run_seeds, summary
 from simulation.oracle import model_output
+from simulation.runs import run_seeds, summary
 from simulation.scenario import VOCABULARY, run_seed
 
 from kvern.v1 import sampling_pb2, session_pb2

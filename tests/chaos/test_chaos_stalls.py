@@ -33,6 +33,13 @@ def test_a_wait_belongs_to_the_fault_that_began_it() -> None:
     assert stalls_of(strikes, 1, [stream]) == [pytest.approx(0.1)]
 
 
+def test_a_wait_that_the_next_fault_ends_up_in_is_not_the_first_ones() -> None:
+    stream = record(1.0, 2.2, 2.9, 6.0)
+    strikes = [strike(2.0), strike(3.0)]
+    assert stalls_of(strikes, 0, [stream]) == [pytest.approx(1.2)]
+    assert stalls_of(strikes, 1, [stream]) == [pytest.approx(3.1)]
+
+
 def test_streams_that_had_ended_or_not_begun_do_not_count() -> None:
     assert stalls_of([strike(5.0)], 0, [record(1.0, 4.9), record(6.0, 7.0, started=5.5)]) == []
 

@@ -46,11 +46,11 @@ class Record:
         return next((name for since, name in reversed(self.gateways) if since <= moment), None)
 
     def longest_gap(self, start: float, end: float, since: float) -> float:
-        """Seconds of the longest wait that overlaps the time from ``start`` to ``end`` and began after ``since``; 0
-        where there is none."""
+        """Seconds of the longest wait between ``start`` and ``end``, or of the one that ``start`` fell into if that
+        began after ``since``; 0 where there is none."""
         longest, last = 0.0, self.started
         for moment in self.progress:
-            if moment > start and since <= last < end:
+            if moment > start and since <= last and (last <= start or moment <= end):
                 longest = max(longest, moment - last)
             last = moment
         return longest

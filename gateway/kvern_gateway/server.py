@@ -15,6 +15,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
+from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import generation_pb2_grpc
 from kvern_gateway.gateway import Gateway
@@ -37,8 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
         "kvern-gateway", description="OpenAI HTTP and gRPC in front of a scheduler."
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--http-port", type=int, default=8000, help="0: any free port")
-    parser.add_argument("--grpc-port", type=int, default=50051, help="0: any free port")
+    parser.add_argument("--http-port", type=port, default=8000, help="0: any free port")
+    parser.add_argument("--grpc-port", type=port, default=50051, help="0: any free port")
     parser.add_argument(
         "--scheduler",
         required=True,
@@ -215,7 +216,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         try:
             sys.exit(uvloop.run(serve(arguments)))
-        except (ModelFilesError, OSError) as error:
+        except ModelFilesError as error:
+            # 2, as for wrong flags: trying again does not help.
+            print(f"kvern-gateway: {error}", file=sys.stderr)
+            sys.exit(2)
+        except OSError as error:
             sys.exit(f"kvern-gateway: {error}")
 
 

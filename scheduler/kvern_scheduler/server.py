@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 from prometheus_client import start_http_server
 
+from kvern.rpc.flags import port, positive, redis_url
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import session_pb2_grpc
 from kvern_scheduler.committer import Committer, Fenced
@@ -35,13 +36,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvern-scheduler", description=__doc__)
     parser.add_argument("--listen", required=True, metavar="ADDR", help="host:port or unix:/path")
     parser.add_argument("--worker", action="append", required=True, metavar="ADDR", help="repeat for several")
-    parser.add_argument("--redis-url", metavar="URL", help="redis://…, or unix:///path/to.sock")
+    parser.add_argument(
+        "--redis-url", type=redis_url, metavar="URL", help="redis://…, or unix:///path/to.sock"
+    )
     parser.add_argument(
         "--store", choices=["memory", "redis"], help="default: redis with --redis-url, else memory"
     )
     parser.add_argument("--cell", default="default", help="names the keys in Redis")
-    parser.add_argument("--max-num-batched-tokens", type=_positive, default=2048, metavar="N")
-    parser.add_argument("--max-num-seqs", type=_positive, default=256, metavar="N")
+    parser.add_argument("--max-num-batched-tokens", type=positive, default=2048, metavar="N")
+    parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N")
     parser.add_argument(
         "--long-prefill-token-threshold",
         type=int,
@@ -49,10 +52,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="longer prompts get at most this many tokens of a step that others need; 0: a quarter of the budget",
     )
-    parser.add_argument("--max-long-partial-prefills", type=_positive, default=2, metavar="N")
+    parser.add_argument("--max-long-partial-prefills", type=positive, default=2, metavar="N")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--max-queued-requests", type=_positive, default=2048, metavar="N")
-    parser.add_argument("--max-queued-tokens", type=_positive, default=2_000_000, metavar="N")
+    parser.add_argument("--max-queued-requests", type=positive, default=2048, metavar="N")
+    parser.add_argument("--max-queued-tokens", type=positive, default=2_000_000, metavar="N")
     parser.add_argument(
         "--retention-s", type=int, default=600, metavar="S", help="of finished, named requests"
     )
@@ -60,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--orphan-grace-s", type=float, default=30.0, metavar="S", help="for requests whose gateway is gone"
     )
     parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
-    parser.add_argument("--metrics-port", type=int, default=0, metavar="PORT", help="0: none")
+    parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument("--log-level", default="INFO")
     args = parser.parse_args(argv)
@@ -69,13 +72,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.store == "memory" and args.redis_url:
         parser.error("--store memory contradicts --redis-url; give one of them")
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def limits_of(args: argparse.Namespace) -> Limits:

@@ -59,3 +59,23 @@ def test_up_names_a_taken_port(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert f"127.0.0.1:{port} cannot be used, held by" in result.output
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--http-port", "99999"], "--http-port"),
+        (["--http-port", "7001", "--grpc-port", "7001"], "--http-port and --grpc-port are both 7001"),
+        (["--data-dir", "/proc/no/such"], "/proc/no/such cannot be used"),
+        (["--data-dir", __file__], "cannot be used (File exists)"),
+    ],
+)
+def test_up_refuses_before_it_starts_anything(flags: list[str], message: str) -> None:
+    done = subprocess.run(
+        [KVERN, "up", "--http-port", "0", "--grpc-port", "0", *flags],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -14,6 +14,8 @@ from typing import Any
 from kvern.rpc.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+
 
 @dataclass(frozen=True)
 class RopeConfig:

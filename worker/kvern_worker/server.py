@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvern.rpc.errors import KvernError
+from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
+from kvern_worker.config import LOAD_FORMATS
 from kvern_worker.sizing import parse_length
 
 if TYPE_CHECKING:
@@ -28,17 +30,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--served-model-name", metavar="NAME", help="name that requests use (default: the folder's or file's)"
     )
     add("--device", default="cpu", choices=("cpu", "cuda", "sim"))
-    add("--load-format", default="auto", help="auto, safetensors, pt, gguf, dummy")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    add("--max-model-len", default="auto", metavar="N", help="tokens of prompt and output; auto: what fits")
-    add("--block-size", type=int, default=16, help="tokens per KV block")
-    add("--kv-cache-memory-bytes", type=int, metavar="N", help="exact size of the KV pool")
+    add("--load-format", default="auto", choices=LOAD_FORMATS)
+    add("--dtype", default="auto", choices=("auto", "float32", "float", "bfloat16", "float16", "half"))
     add(
-        "--gpu-memory-utilization", type=float, metavar="F", help="fraction of free memory for weights and KV"
+        "--max-model-len",
+        type=_length,
+        default="auto",
+        metavar="N",
+        help="tokens of prompt and output; auto: what fits",
     )
-    add("--max-num-seqs", type=int, default=256, help="sequences in the batch")
-    add("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
-    add("--threads", type=int, help="compute threads (default: physical cores)")
+    add("--block-size", type=positive, default=16, help="tokens per KV block")
+    add("--kv-cache-memory-bytes", type=positive, metavar="N", help="exact size of the KV pool")
+    add(
+        "--gpu-memory-utilization",
+        type=fraction,
+        metavar="F",
+        help="fraction of free memory for weights and KV",
+    )
+    add("--max-num-seqs", type=positive, default=256, help="sequences in the batch")
+    add("--max-num-batched-tokens", type=positive, default=2048, help="tokens per step")
+    add("--threads", type=positive, help="compute threads (default: physical cores)")
     add(
         "--keep-quantized",
         action=argparse.BooleanOptionalAction,
@@ -51,9 +62,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _length(text: str) -> int | None:
+    try:
+        return parse_length(text)
+    except KvernError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.device == "cuda":
+        parser.error("argument --device: cuda is not supported yet; use cpu or sim")
     # Compute threads otherwise spin for milliseconds after each operation, on cores that gateway and scheduler need
     # (measured with busy cores: five times slower steps). Read when torch loads its OpenMP runtime.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -78,13 +99,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _load(args: argparse.Namespace, progress: Progress) -> Executor:
     if args.device == "sim":
         return _simulated(args)
-    from kvern_worker.config import unsupported
-
-    if args.device != "cpu":
-        raise unsupported(
-            f"--device {args.device} is not supported; use cpu or sim", field="device", value=args.device
-        )
-    max_model_len = parse_length(args.max_model_len)
     from kvern_worker.loading import LoadOptions, load
     from kvern_worker.weights.checkpoint import bundled_model
 
@@ -98,7 +112,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         served_model_name=args.served_model_name,
         load_format=args.load_format,
         dtype=args.dtype,
-        max_model_len=max_model_len,
+        max_model_len=args.max_model_len,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -113,11 +127,10 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
 def _simulated(args: argparse.Namespace) -> Executor:
     from kvern_worker.sim import SimConfig, SimExecutor
 
-    max_model_len = parse_length(args.max_model_len)
     config = SimConfig(
         model_name=args.served_model_name or "sim",
         vocab_size=args.sim_vocab_size,
-        max_model_len=max_model_len or SimConfig.max_model_len,
+        max_model_len=args.max_model_len or SimConfig.max_model_len,
         num_blocks=args.sim_num_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,

@@ -84,11 +84,19 @@ def size_kv(
             value=max_model_len,
             limit=max_positions,
         )
+    if num_blocks == 0:
+        raise invalid(
+            "kv_cache_memory_bytes",
+            f"{pool_bytes} bytes of KV cache hold no block: one of {block_size} tokens takes {bytes_per_block} bytes; "
+            f"raise --kv-cache-memory-bytes, or free memory",
+            value=pool_bytes,
+            limit=bytes_per_block,
+        )
     needed = -(-max_model_len // block_size)
-    if needed > num_blocks or num_blocks == 0:
+    if needed > num_blocks:
         raise KvernError(
             error_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"one request of {max_model_len} tokens needs {max(needed, 1) * bytes_per_block / GIB:.3f} GiB of KV cache and "
+            f"one request of {max_model_len} tokens needs {needed * bytes_per_block / GIB:.3f} GiB of KV cache and "
             f"{pool_bytes / GIB:.3f} GiB are available, enough for {fits} tokens; raise --kv-cache-memory-bytes or "
             f"lower --max-model-len",
             field="max_model_len",

@@ -49,8 +49,10 @@ def up(
     model: Annotated[
         str | None, typer.Argument(help="Hugging Face folder or .gguf file [default: SmolLM2-135M-Instruct]")
     ] = None,
-    http_port: Annotated[int, typer.Option(help="OpenAI HTTP; 0 takes any free port")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC; 0 takes any free port")] = 50051,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="OpenAI HTTP; 0 takes any free port")
+    ] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65_535, help="gRPC; 0 takes any free port")] = 50051,
     host: Annotated[str, typer.Option(help="Address to serve on")] = "127.0.0.1",
     data_dir: Annotated[
         Path | None, typer.Option(help="Store and logs [default: ~/.local/share/kvern]")

@@ -62,6 +62,10 @@ async def up(
 
     Raises PortInUse and UsageError before anything is started.
     """
+    if options.http_port == options.grpc_port != 0:
+        raise UsageError(
+            f"--http-port and --grpc-port are both {options.http_port}; give them different ones"
+        )
     options = replace(
         options,
         http_port=claim_port(options.host, options.http_port, "--http-port"),
@@ -139,8 +143,14 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 def _data_dir(data_dir: Path) -> Iterator[None]:
     """Holds the directory's lock, so that two servers do not write one store."""
     # The store in it holds what users wrote.
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(data_dir / "lock", "a+") as lock:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = open(data_dir / "lock", "a+")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise UsageError(
+            f"{data_dir} cannot be used ({error.strerror}); choose another with --data-dir"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.rpc.errors import invalid
-from kvern_worker.config import ModelConfig, load_hf_config
+from kvern_worker.config import LOAD_FORMATS, ModelConfig, load_hf_config
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
 from kvern_worker.weights.source import DummySource, TensorSource
-
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 # Format → (its index file, patterns of its weight files).
 _FOLDER_FORMATS = {

@@ -1,0 +1,46 @@
+"""argparse types that the service mains share: a wrong value ends the process with 2 before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 stands for any free one."""
+    value = _whole(text)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"{value} is not a port: use 0 to 65535")
+    return value
+
+
+def fraction(text: str) -> float:
+    """More than 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share: use more than 0 and at most 1")
+    return value
+
+
+def redis_url(text: str) -> str:
+    """redis://, rediss:// or unix://."""
+    if not text.startswith(("redis://", "rediss://", "unix://")):
+        raise argparse.ArgumentTypeError("it must start with redis://, rediss:// or unix://")
+    return text
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -201,8 +201,12 @@ class SchedulerClient:
 
     def _expire(self) -> None:
         if self._lost_at is not None and time.monotonic() - self._lost_at > PATIENCE_S:
-            for generation in list(self._generations.values()):
-                self._fail(generation, unavailable("the scheduler went away and did not come back in time"))
+            self.fail_open(unavailable("the scheduler went away and did not come back in time"))
+
+    def fail_open(self, error: KvernError) -> None:
+        """Ends every open request here. Nothing is cancelled: a named one can be gone on with at another gateway."""
+        for generation in list(self._generations.values()):
+            self._fail(generation, error)
 
     async def _find_leader(self, pause_s: float) -> str:
         """The address whose scheduler says first that it leads. Each is asked again and again by itself, so that a

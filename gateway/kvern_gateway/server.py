@@ -19,6 +19,7 @@ from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import generation_pb2_grpc
 from kvern_gateway.gateway import Gateway
+from kvern_gateway.generation import unavailable
 from kvern_gateway.grpc_service import SERVICE_NAME, GenerationService
 from kvern_gateway.http.app import create_app
 from kvern_gateway.http.protocol import Connection
@@ -31,6 +32,8 @@ from kvern_gateway.text.tokenizer import ModelFilesError, load_text_model
 log = logging.getLogger("kvern.gateway")
 
 DEFAULT_GRACE_S = 30.0
+# Of the grace, for telling clients whose answers did not finish.
+LAST_WORDS_S = 0.3
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,12 +172,23 @@ class GatewayServer:
             await asyncio.sleep(0.02)
 
     async def stop(self, grace_s: float) -> None:
+        """What is open may finish within the grace; the rest is told, not cut."""
         self.gateway.draining = True
+        telling = asyncio.create_task(self._tell_open(max(grace_s - LAST_WORDS_S, 0.0)))
         await asyncio.gather(self._http.stop(grace_s), self._grpc.drain(grace_s))
+        telling.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.gateway.renderer.close()
+
+    async def _tell_open(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.gateway.client.fail_open(
+            unavailable(
+                "this gateway is stopping; send the request again, or go on with it by its id elsewhere", 100
+            )
+        )
 
 
 async def serve(arguments: argparse.Namespace) -> int:

@@ -92,7 +92,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
                 for cancel in request.cancels:
                     engine.cancel(session, cancel)
                 for submit in request.submits:
-                    engine.submit(session, submit)
+                    _submit(engine, session, submit)
                 for attach in request.attaches:
                     engine.attach(session, attach)
                 if request.submits or request.cancels or request.attaches:
@@ -146,6 +146,18 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         )
         response.groups.extend(map(_group_status, self._workers))
         return response
+
+
+def _submit(engine: Engine, session: GatewaySession, submit: session_pb2.Submit) -> None:
+    """A submit that breaks our own code costs itself, not the session and everything that is on it."""
+    try:
+        engine.submit(session, submit)
+    except Exception:
+        log.exception("a submit failed")
+        error = KvernError(
+            error_pb2.ERROR_CODE_INTERNAL, "internal error on submit; the scheduler's log has the stack"
+        )
+        session.refused(session_pb2.Refused(handle=submit.handle, error=error.to_pb()))
 
 
 def _group_status(worker: Worker) -> session_pb2.GroupStatus:

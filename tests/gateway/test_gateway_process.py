@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
@@ -84,7 +85,9 @@ async def test_it_starts_fast_and_sigterm_lets_streams_finish(start: Start, sche
     assert b"Traceback" not in await process.stderr.read()
 
 
-async def test_sigterm_cuts_streams_after_the_grace(start: Start, scheduler: FakeScheduler) -> None:
+async def test_sigterm_ends_what_is_open_after_the_grace_with_an_error(
+    start: Start, scheduler: FakeScheduler
+) -> None:
     process, url = await start(scheduler.address, "--shutdown-grace", "0.3")
     await healthy(url)
     async with httpx.AsyncClient(verify=False, timeout=20) as http:
@@ -92,8 +95,12 @@ async def test_sigterm_cuts_streams_after_the_grace(start: Start, scheduler: Fak
         running = asyncio.create_task(http.post(f"{url}/v1/completions", json=body))
         await until(lambda: scheduler.submits)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.TransportError):
-            await running
+        answer = await running
+    *_, last, done = answer.text.rstrip().split("data: ")
+    assert done == "[DONE]"
+    last = json.loads(last)
+    assert last["error"]["code"] == "unavailable"
+    assert "this gateway is stopping" in last["error"]["message"]
     assert await asyncio.wait_for(process.wait(), 5) == 0
 
 
@@ -111,7 +118,7 @@ async def test_another_models_tokenizer_is_refused(start: Start) -> None:
 async def test_wrong_files_are_refused_in_one_line(start: Start) -> None:
     process, _ = await start("127.0.0.1:1", model="/nothing/here")
     _, stderr = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert stderr.decode().startswith("kvern-gateway: there is no model at /nothing/here")
     assert len(stderr.splitlines()) == 1
 

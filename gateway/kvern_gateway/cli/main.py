@@ -242,6 +242,12 @@ def bench_serve(
         if compare:
             from kvern_gateway.cli import bench_compare
 
+            print(
+                f"{result['output_throughput']:.1f} output tokens/s; now the same load through transformers' "
+                "continuous batching",
+                file=sys.stderr,
+                flush=True,
+            )
             result["compare"] = bench_compare.run(options, compare_model, compare_dtype)
     except (ValueError, ConnectionError) as error:
         _fail(error)

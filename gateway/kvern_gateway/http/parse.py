@@ -93,7 +93,7 @@ def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
         if name in known or name in IGNORED:
             continue
         if name in REFUSED:
-            if value is not None and value is not False and value != [] and value != {} and value != "":
+            if value is not None and value is not False and value != [] and value != "":
                 raise unimplemented(name)
         elif name not in _logged_unknown and len(_logged_unknown) < _MAX_LOGGED_UNKNOWN:
             _logged_unknown.add(name)

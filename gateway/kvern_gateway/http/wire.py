@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -14,7 +15,7 @@ import msgspec
 from kvern.rpc.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 from kvern_gateway.limits import Limits
-from kvern_gateway.validation import check_request_id
+from kvern_gateway.validation import check_request_id, render
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,26 @@ async def _read_all(receive: Receive, limits: Limits) -> bytes:
             return b"".join(parts)
 
 
+def _refuse_non_finite(body: bytes) -> None:
+    """Many JSON writers put NaN and Infinity where JSON knows no such thing: the field that holds one is named.
+    Raises KvernError, or nothing where that is not what is wrong."""
+    try:
+        pending = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{path}.{name}" if path else name, part) for name, part in value.items()]
+        elif isinstance(value, list):
+            pending += [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            name = render(path)
+            raise invalid(
+                path[:100], f"{name} is {value}; it must be a finite number", value=value, limit="finite"
+            )
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object."""
     try:
@@ -113,6 +134,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
+        _refuse_non_finite(body)
         raise invalid("body", f"the body is not valid JSON: {error}", limit="UTF-8 JSON") from None
     except RecursionError:
         raise invalid("body", "the body is nested too deeply", limit="UTF-8 JSON") from None

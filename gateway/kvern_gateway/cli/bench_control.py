@@ -73,17 +73,21 @@ class DecodingLoad:
 
     async def run(self, scheduler: session_pb2_grpc.SchedulerServiceAsyncStub) -> None:
         """Until cancelled. Raises RuntimeError when a request is refused or fails."""
-        call = scheduler.Session(self._requests(), wait_for_ready=True)
+        # A queue of its own: the writer of a call that was refused may still wait at the old one.
+        self._outgoing = asyncio.Queue()
+        call = scheduler.Session(self._requests(self._outgoing), wait_for_ready=True)
         async for response in call:
             if response.HasField("welcome"):
                 self._submit(self._options.sequences)
             self._read(response)
 
-    async def _requests(self) -> AsyncIterator[session_pb2.SessionRequest]:
+    async def _requests(
+        self, outgoing: asyncio.Queue[session_pb2.SessionRequest]
+    ) -> AsyncIterator[session_pb2.SessionRequest]:
         yield session_pb2.SessionRequest(hello=session_pb2.Hello(gateway_id="bench-control"))
         while True:
             try:
-                yield await asyncio.wait_for(self._outgoing.get(), _HEARTBEAT_S)
+                yield await asyncio.wait_for(outgoing.get(), _HEARTBEAT_S)
             except TimeoutError:
                 yield session_pb2.SessionRequest()
 

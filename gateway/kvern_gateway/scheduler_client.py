@@ -65,6 +65,7 @@ class SchedulerClient:
         self._next_handle = 1
         self._outgoing = Outgoing()
         self._lost_at: float | None = None
+        self._leaving = False
         self._heard_at = 0.0
 
     @property
@@ -128,7 +129,8 @@ class SchedulerClient:
             choice.done = True
             choice.stopped = stopped
             self._choices.pop(choice.handle, None)
-            self._outgoing.cancel([choice.handle], stopped=stopped)
+            if not self._leaving:
+                self._outgoing.cancel([choice.handle], stopped=stopped)
             self._forget_if_done(choice.generation)
 
     def cancel_request(self, request_id: str) -> bool:
@@ -201,10 +203,14 @@ class SchedulerClient:
 
     def _expire(self) -> None:
         if self._lost_at is not None and time.monotonic() - self._lost_at > PATIENCE_S:
-            self.fail_open(unavailable("the scheduler went away and did not come back in time"))
+            self._fail_all(unavailable("the scheduler went away and did not come back in time"))
 
-    def fail_open(self, error: KvernError) -> None:
-        """Ends every open request here. Nothing is cancelled: a named one can be gone on with at another gateway."""
+    def leave(self, error: KvernError) -> None:
+        """Ends every open request here, and cancels none: a named one can be gone on with at another gateway."""
+        self._leaving = True
+        self._fail_all(error)
+
+    def _fail_all(self, error: KvernError) -> None:
         for generation in list(self._generations.values()):
             self._fail(generation, error)
 

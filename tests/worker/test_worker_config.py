@@ -195,7 +195,7 @@ def test_pool_sizes() -> None:
             4096,
             ["4096 tokens", "0.250 GiB", "0.010 GiB", "enough for 160 tokens", "--max-model-len"],
         ),
-        (100, None, ["0 tokens", "--kv-cache-memory-bytes"]),
+        (100, None, ["100 bytes", "1048576 bytes", "--kv-cache-memory-bytes"]),
         (GIB, 9000, ["9000", "8192 positions"]),
     ],
 )

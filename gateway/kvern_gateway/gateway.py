@@ -84,6 +84,7 @@ class Gateway:
             raise unavailable("no scheduler is connected yet; try again shortly")
         if self._facts is None or self._facts[0] is not welcome:
             self._facts = (welcome, ModelFacts.of(welcome, self.text.sampling_defaults))
+            self.metrics.model = self.names()[0]
         return self._facts[1]
 
     def names(self) -> list[str]:

@@ -158,7 +158,6 @@ class GatewayServer:
             welcome = self.gateway.client.welcome
             if welcome is not None and welcome is not seen:
                 seen = welcome
-                self.gateway.metrics.model = self.gateway.names()[0]
                 try:
                     self.gateway.check_compatible()
                 except ValueError as error:

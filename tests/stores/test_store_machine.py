@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from conftest import SERVERS, StoreServer
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stores.conftest import SERVERS, StoreServer
 
 from kvern.v1 import session_pb2
 from kvern_scheduler.store.base import (

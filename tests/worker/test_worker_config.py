@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CONFIGS, load_executor
+from worker.conftest import CONFIGS, load_executor
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2

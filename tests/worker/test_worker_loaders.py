@@ -12,10 +12,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import load_executor
 from gguf.quants import dequantize, quantize
 from mini_scheduler import generate
 from safetensors.torch import load_file, save_file
+from worker.conftest import load_executor
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import Progress, load_executor
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from mini_scheduler import MiniScheduler, Sequence, generate, greedy
 from test_worker_parity import assert_greedy
+from worker.conftest import Progress, load_executor
 
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.loading import LoadOptions, load

@@ -253,7 +253,7 @@ async def _watch_worker(options: StackOptions, bar: Progress, times: StartTimes)
 def _greet(options: StackOptions, console: Console, times: StartTimes) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     base = f"http://{host}:{options.http_port}"
-    body = f'{{"model": "{options.served_model_name}", "messages": [{{"role": "user", "content": "Name three colors."}}]}}'
+    body = f'{{"model": "{options.served_model_name}", "temperature": 0, "max_tokens": 32, "messages": [{{"role": "user", "content": "Name three colors."}}]}}'
     lines = [
         f"Ready in {times.serving:.1f} s (worker up {times.worker_listening:.1f}, weights {times.weights_loaded:.1f})",
         "",

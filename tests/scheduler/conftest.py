@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from scheduler_harness import Cluster
+from scheduler.scheduler_harness import Cluster
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import grpc
-from scheduler_harness import SIM, Cluster, Gateway
+from scheduler.scheduler_harness import SIM, Cluster, Gateway
 
 from kvern.v1 import error_pb2, session_pb2
 from kvern_worker.sim import continue_greedily

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from core_harness import CoreHarness
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler.core_harness import CoreHarness
 
 from kvern.v1 import sampling_pb2
 from kvern_scheduler.core.cell import MAX_LOSSES

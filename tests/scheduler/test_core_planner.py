@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_harness import CoreHarness
+from scheduler.core_harness import CoreHarness
 
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.errors import IntegrityError, ProtocolError, RequestError

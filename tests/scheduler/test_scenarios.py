@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core_harness import CoreHarness
+from scheduler.core_harness import CoreHarness
 
 from kvern.v1 import sampling_pb2
 from kvern_scheduler.core.errors import RequestError

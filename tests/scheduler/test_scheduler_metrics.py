@@ -6,7 +6,7 @@ import asyncio
 import urllib.request
 
 import pytest
-from scheduler_harness import Cluster
+from scheduler.scheduler_harness import Cluster
 
 from kvern_scheduler.server import limits_of, parse_args
 

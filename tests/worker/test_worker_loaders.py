@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from mini_scheduler import generate
 from safetensors.torch import load_file, save_file
 from worker.conftest import load_executor
+from worker.mini_scheduler import generate
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2

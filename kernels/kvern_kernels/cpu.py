@@ -18,6 +18,7 @@ from kvern_kernels import library, reference
 
 _library = library.load()
 NAME = f"cpu/{_library.kvern_variant().decode()}"
+DEVICES = ("cpu",)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GGUF_GROUP = {"Q4_0": (3, 320), "Q4_1": (3, 320), "Q8_0": (4, 544)}  # type, bytes of 16 outputs x 32

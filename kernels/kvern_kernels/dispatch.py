@@ -1,7 +1,8 @@
-"""Chooses a backend for each op: the first that works, in the order cpu, reference.
+"""Chooses a backend for each op and device: the first that works, in the order triton, cpu, reference.
 
-`KVERN_KERNELS=reference|cpu` or `select(...)` forces one. The choice is logged once per op with the
-reason why the others were rejected.
+`KVERN_KERNELS=triton|cpu|reference` or `select(...)` forces one. The choice is logged once per op with
+the reason why the others were rejected. Where the machine has one kind of device an op is the backend's
+own function; with a GPU it is a thin wrapper that looks at the device of its first tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,11 @@ import kvern_kernels
 
 log = logging.getLogger("kvern.kernels")
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = {
+    "triton": "kvern_kernels.triton.ops",
+    "cpu": "kvern_kernels.cpu",
+    "reference": "kvern_kernels.reference",
+}
 _forced: str | None = None
 _failures: dict[str, str] = {}  # backend → why it cannot serve here; tried once per process
 
@@ -26,7 +32,7 @@ class Unavailable(RuntimeError):
 
 
 def select(backend: str | None) -> None:
-    """Force `backend` ("cpu" or "reference") for ops looked up from now on; None: choose again.
+    """Force `backend` ("triton", "cpu" or "reference") for ops looked up from now on; None: choose again.
 
     Raises ValueError for an unknown name.
     """
@@ -34,12 +40,27 @@ def select(backend: str | None) -> None:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _forced = backend
+    forget()
+
+
+def forget() -> None:
+    """Choose again at the next use of each op."""
     for name in (*kvern_kernels.OPS, "PackedLinear"):
         vars(kvern_kernels).pop(name, None)
 
 
 def resolve(op: str) -> Any:
-    """The function that serves `op` here."""
+    """The function that serves `op` here, on every kind of device that this machine has."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return choose(op, "cpu")
+    functions = {"cpu": choose(op, "cpu"), "cuda": choose(op, "cuda")}
+    return functions["cpu"] if isinstance(functions["cpu"], type) else _by_device(op, functions)
+
+
+def choose(op: str, device: str) -> Any:
+    """The function that serves `op` on tensors of `device` ("cpu" or "cuda"). Raises Unavailable."""
     forced = _forced or os.environ.get("KVERN_KERNELS") or None
     if forced is not None and forced not in BACKENDS:
         raise ValueError(f"KVERN_KERNELS={forced!r}: use one of {', '.join(BACKENDS)}")
@@ -55,20 +76,42 @@ def resolve(op: str) -> Any:
                 raise
             rejected.append(f"{backend}: {reason}")
             continue
+        if device not in module.DEVICES:
+            rejected.append(f"{backend}: does not serve {device} tensors")
+            continue
+        if forced is None and getattr(module, "ONLY_WHEN_ASKED", False):
+            rejected.append(f"{backend}: {module.NAME} serves only when it is asked for")
+            continue
         function = getattr(module, op, None)
         if function is None:
             rejected.append(f"{backend}: has no {op}")
             continue
-        log.info("%s: %s%s", op, module.NAME, f" ({'; '.join(rejected)})" if rejected else "")
+        log.info("%s on %s: %s%s", op, device, module.NAME, f" ({'; '.join(rejected)})" if rejected else "")
         return function
-    raise Unavailable(f"no backend for {op}: {'; '.join(rejected)}")
+    raise Unavailable(f"no backend for {op} on {device}: {'; '.join(rejected)}")
+
+
+def _by_device(op: str, functions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    from torch import device as Device
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device") or getattr(args[0], "device", None)
+        if device is None:  # a list of layers, a decoder, a number of blocks
+            layers = getattr(args[0], "layers", args[0])
+            device = layers[0].input_norm.device if isinstance(layers, list | tuple) and layers else "cpu"
+        return functions[Device(device).type](*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = op
+    call.__doc__ = functions["cpu"].__doc__
+    return call
 
 
 def _load(backend: str) -> ModuleType:
     if backend not in _failures:
         try:
-            return importlib.import_module(f"kvern_kernels.{backend}")
+            return importlib.import_module(BACKENDS[backend])
         except ImportError as error:
             _failures[backend] = str(error)
-            log.warning("%s kernels are unavailable, a slower backend serves: %s", backend, error)
+            if backend != "triton":  # which most machines lack, and few miss
+                log.warning("%s kernels are unavailable, a slower backend serves: %s", backend, error)
     raise Unavailable(_failures[backend])

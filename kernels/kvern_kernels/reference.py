@@ -20,6 +20,7 @@ from torch import Tensor
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 
 NAME = "reference"
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import rope_and_store as rope_and_store
     from kvern_kernels.reference import run_decoder as run_decoder
     from kvern_kernels.reference import silu_and_mul as silu_and_mul
+    from kvern_kernels.reference_lora import lora_expand as lora_expand
+    from kvern_kernels.reference_lora import lora_plan as lora_plan
+    from kvern_kernels.reference_lora import lora_shrink as lora_shrink
+    from kvern_kernels.reference_moe import fused_moe as fused_moe
+    from kvern_kernels.reference_moe import moe_route as moe_route
+    from kvern_kernels.reference_moe import pack_experts as pack_experts
+    from kvern_kernels.reference_quant import pack_awq as pack_awq
+    from kvern_kernels.reference_quant import pack_fp8 as pack_fp8
+    from kvern_kernels.reference_quant import pack_gptq as pack_gptq
+    from kvern_kernels.reference_quant import pack_int8 as pack_int8
+    from kvern_kernels.reference_quant import pack_mxfp4 as pack_mxfp4
+    from kvern_kernels.reference_quant import quantize_fp8 as quantize_fp8
+    from kvern_kernels.reference_quant import quantize_int8 as quantize_int8
 
 OPS = (
     "pack_linear",
@@ -41,6 +54,19 @@ OPS = (
     "new_kv_cache",
     "pack_decoder",
     "run_decoder",
+    "pack_gptq",
+    "pack_awq",
+    "pack_int8",
+    "pack_fp8",
+    "pack_mxfp4",
+    "quantize_fp8",
+    "quantize_int8",
+    "moe_route",
+    "pack_experts",
+    "fused_moe",
+    "lora_plan",
+    "lora_shrink",
+    "lora_expand",
 )
 
 

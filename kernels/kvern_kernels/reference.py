@@ -25,10 +25,14 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer as it came: `weight` [N, K], `bias` [N] or None."""
+    """A linear layer as it came: `weight` [N, K], `bias` [N] or None.
+
+    `activations` says how x is quantized before the product (see reference_quant.requantized).
+    """
 
     weight: Tensor
     bias: Tensor | None
+    activations: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +90,8 @@ def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLi
 def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K] → x·Wᵀ + b, [T, N], in `out_dtype`, x's own by default."""
     bias = None if packed.bias is None else packed.bias.float()
-    return F.linear(x.float(), packed.weight.float(), bias).to(out_dtype or x.dtype)
+    wide = requantized(x, packed.activations)
+    return F.linear(wide, packed.weight.float(), bias).to(out_dtype or x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -261,3 +266,18 @@ def run_decoder(
     """
     step = (positions, slot_mapping, block_tables, query_start, seq_lens)
     return run_layers(sys.modules[__name__], decoder, hidden, *step)
+
+
+# Last, since they build on the ops above.
+from kvern_kernels.reference_lora import lora_expand, lora_plan, lora_shrink  # noqa: E402, F401
+from kvern_kernels.reference_moe import fused_moe, moe_route, pack_experts  # noqa: E402, F401
+from kvern_kernels.reference_quant import (  # noqa: E402, F401
+    pack_awq,
+    pack_fp8,
+    pack_gptq,
+    pack_int8,
+    pack_mxfp4,
+    quantize_fp8,
+    quantize_int8,
+    requantized,
+)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import copy_blocks as copy_blocks
     from kvern_kernels.reference import gelu_and_mul as gelu_and_mul
     from kvern_kernels.reference import linear as linear
+    from kvern_kernels.reference import merge_attention as merge_attention
     from kvern_kernels.reference import new_kv_cache as new_kv_cache
     from kvern_kernels.reference import pack_decoder as pack_decoder
     from kvern_kernels.reference import pack_gguf as pack_gguf
@@ -48,6 +49,7 @@ OPS = (
     "add_rms_norm",
     "rope_and_store",
     "paged_attention",
+    "merge_attention",
     "silu_and_mul",
     "gelu_and_mul",
     "copy_blocks",

@@ -89,7 +89,12 @@ def _packed(panels: Tensor, type_: int, n: int, k: int, bias: Tensor | None) -> 
 
 
 def new_kv_cache(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """See reference.new_kv_cache; in huge pages, since attention reads blocks in any order."""
     count = num_blocks * num_kv_heads * block_size * head_dim
@@ -247,12 +252,19 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_attention. Raises ValueError when a length or block id is out of range."""
     type_ = TYPES.get(q.dtype)
-    if type_ is None or k_cache.dtype not in TYPES:
+    plain = alibi is None and sinks is None and lse is None and k_scale == v_scale == 1.0
+    if type_ is None or k_cache.dtype not in TYPES or not plain:
         return reference.paged_attention(
-            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap)
+            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap),
+            *(alibi, sinks, k_scale, v_scale, lse),
         )
     q = _dense(q)
     tokens, heads, dim = q.shape

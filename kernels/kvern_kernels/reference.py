@@ -163,12 +163,21 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the paged cache → [T, Hq, D].
 
     Sequence s owns query rows query_start[s] … query_start[s+1] (int32 [S+1]); they are the last of its
     seq_lens[s] keys (int32 [S]), which lie in blocks block_tables[s] (int32 [S, max_blocks]). A query
-    sees `window` keys including its own (0: all before it). `softcap` c > 0 makes scores c·tanh(s/c).
+    sees `window` keys including its own (0: all before it). `softcap` c > 0 makes scores c·tanh(s/c);
+    `alibi` (float32 [Hq]) then adds slope · (key position - query position). `sinks` (float32 [Hq]) is
+    the score of a key without a value. A cache of a narrow dtype holds keys / k_scale and values /
+    v_scale. `lse` (float32 [T, Hq]), if given, receives the natural logarithm of what the exponentials
+    sum to, sinks included.
     """
     out = torch.empty_like(q)
     block_size, kv_heads = k_cache.shape[2], k_cache.shape[1]
@@ -181,22 +190,39 @@ def paged_attention(
             continue
         blocks = block_tables[s, : -(-length // block_size)].long()
         keys, values = (
-            cache[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
-            for cache in (k_cache, v_cache)
+            cache[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1) * factor
+            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )  # [Hkv, length, D]
         queries = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, group))
         scores = torch.einsum("hgqd,hkd->hgqk", queries, keys) * scale
         if softcap > 0:
             scores = torch.tanh(scores / softcap) * softcap
-        key_at = torch.arange(length)
-        query_at = torch.arange(length - count, length).unsqueeze(1)
+        key_at = torch.arange(length, device=q.device)
+        query_at = torch.arange(length - count, length, device=q.device).unsqueeze(1)
+        if alibi is not None:
+            scores += alibi.view(kv_heads, group, 1, 1) * (key_at - query_at)
         seen = key_at <= query_at
         if window > 0:
             seen &= key_at > query_at - window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        mixed = torch.einsum("hgqk,hkd->hgqd", weights, values)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        total = scores.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.float().view(kv_heads, group, 1, 1))
+        mixed = torch.einsum("hgqk,hkd->hgqd", (scores - total).exp(), values)
         out[rows] = mixed.flatten(0, 1).transpose(0, 1).to(q.dtype)
+        if lse is not None:
+            lse[rows] = total.flatten(0, 1).squeeze(-1).transpose(0, 1)
     return out
+
+
+def merge_attention(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over disjoint sets of keys, `parts` [P, T, Hq, D] with `lses` float32 [P, T, Hq], as one:
+    (out [T, Hq, D], lse [T, Hq]). A part that saw no key has lse -inf; where all have, out is 0.
+    """
+    lse = lses.logsumexp(0)
+    weights = (lses - lse.masked_fill(lse.isneginf(), 0)).exp().unsqueeze(-1)
+    mixed = torch.where(weights > 0, parts.float() * weights, 0).sum(0)
+    return mixed.to(parts.dtype), lse
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -218,13 +244,21 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
 
 
 def new_kv_cache(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Zeroed (keys, values), each of shape [num_blocks, Hkv, block_size, D]; memory is taken when first written.
 
     Keys lie transposed in memory, [num_blocks, Hkv, D, block_size], so that a vector register holds one
     component of many keys; the tensor is a view with the usual shape.
     """
+    if torch.device(device).type != "cpu":
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
     keys = _untouched_zeros((num_blocks, num_kv_heads, head_dim, block_size), dtype)
     values = _untouched_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype)
     return keys.transpose(2, 3), values

@@ -1,5 +1,8 @@
 """The shared gRPC runtime against a real in-process server: errors, health, reflection, packing."""
 
+import asyncio
+import sys
+
 import grpc
 import grpc.aio
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvern.rpc import errors, packing
+from kvern.rpc import errors, health, packing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.server import Server
 from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc
@@ -110,3 +113,29 @@ def test_packing_round_trips_and_refuses_torn_arrays():
     assert packing.pack_u32([1]) == b"\x01\x00\x00\x00"
     with pytest.raises(ValueError):
         packing.unpack_i32(b"\x00" * 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [((), 0), (("--alive",), 0), (("--service", "kvern.v1.WorkerService"), 0), (("--service", "nobody"), 1)],
+)
+async def test_the_health_command_tells_by_its_exit_status(address, arguments, status):
+    command = (sys.executable, "-m", "kvern.rpc.health", address, *arguments)
+    probe = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await probe.communicate()
+    assert probe.returncode == status
+    assert printed.decode().startswith("NOT_FOUND" if status else "SERVING")
+
+
+async def test_what_is_not_ready_is_alive():
+    server = Server([SERVICE])
+    port = await server.start("127.0.0.1:0")
+    try:
+        statuses = [
+            await asyncio.to_thread(health.check, f"127.0.0.1:{port}", name, 5.0)
+            for name in ("", health.LIVENESS)
+        ]
+    finally:
+        await server.drain(0)
+    assert statuses == ["NOT_SERVING", "SERVING"]
+    assert health.check(f"127.0.0.1:{port}", "", 1.0).startswith("UNAVAILABLE")

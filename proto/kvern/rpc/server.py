@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvern.rpc.channel import MAX_MESSAGE_BYTES
 from kvern.rpc.errors import ErrorInterceptor
+from kvern.rpc.health import LIVENESS
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -47,6 +48,7 @@ class Server:
     async def start(self, address: str) -> int:
         """Binds ``host:port`` (port 0: any free one) and returns the port. Raises OSError when it is taken."""
         await self.set_serving(False)
+        await self._health.set(LIVENESS, SERVING)
         try:
             port = self.grpc.add_insecure_port(address)
         except RuntimeError as error:

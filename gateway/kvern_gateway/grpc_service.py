@@ -340,14 +340,7 @@ class Outbox:
             pending.texts.append(output.finish(choice.finished))
         if output.finish_reason is not None:
             pending.ended = True
-            finished = output.finished
-            self._clock.choice_finished(
-                output.finish_reason,
-                output.num_tokens,
-                time.monotonic(),
-                finished.queue_seconds if finished is not None else 0.0,
-                finished.prefill_seconds if finished is not None else 0.0,
-            )
+            self._clock.choice_finished(output.finish_reason, output.num_tokens, time.monotonic())
         self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:

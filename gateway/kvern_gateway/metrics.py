@@ -13,73 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
-_INTER_TOKEN = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
-_LATENCY = (
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-    1920.0,
-)
-_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+from kvern.rpc.buckets import COUNTS, INTER_TOKEN, LABELS, REQUEST_SECONDS, TIME_TO_FIRST_TOKEN, TOKENS
 
 
 class Histogram:
@@ -118,16 +52,14 @@ class Metrics(Collector):
     refused: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.time_to_first_token = Histogram(_SECONDS)
-        self.inter_token = Histogram(_INTER_TOKEN)
-        self.time_per_output_token = Histogram(_INTER_TOKEN)
-        self.latency = Histogram(_LATENCY)
-        self.queue = Histogram(_LATENCY)
-        self.prefill = Histogram(_LATENCY)
-        self.request_prompt_tokens = Histogram(_TOKENS)
-        self.request_generation_tokens = Histogram(_TOKENS)
-        self.request_n = Histogram(_COUNTS)
-        self.request_max_tokens = Histogram(_TOKENS)
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN)
+        self.inter_token = Histogram(INTER_TOKEN)
+        self.time_per_output_token = Histogram(INTER_TOKEN)
+        self.latency = Histogram(REQUEST_SECONDS)
+        self.request_prompt_tokens = Histogram(TOKENS)
+        self.request_generation_tokens = Histogram(TOKENS)
+        self.request_n = Histogram(COUNTS)
+        self.request_max_tokens = Histogram(TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -138,7 +70,7 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        labels, values = ("model_name", "engine"), [self.model, "0"]
+        values = [self.model, "0"]
         for name, help_text, histogram in (
             ("time_to_first_token_seconds", "Time to first token", self.time_to_first_token),
             ("inter_token_latency_seconds", "Time between two tokens of a choice", self.inter_token),
@@ -148,25 +80,23 @@ class Metrics(Collector):
                 self.time_per_output_token,
             ),
             ("e2e_request_latency_seconds", "From request to last token", self.latency),
-            ("request_queue_time_seconds", "Waiting to be scheduled", self.queue),
-            ("request_prefill_time_seconds", "From schedule to first token", self.prefill),
             ("request_prompt_tokens", "Prompt tokens of a request", self.request_prompt_tokens),
             ("request_generation_tokens", "Output tokens of a choice", self.request_generation_tokens),
             ("request_params_n", "Choices asked for", self.request_n),
             ("request_params_max_tokens", "max_tokens asked for", self.request_max_tokens),
         ):
-            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=labels)
+            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
             family.add_metric(values, histogram.buckets(), histogram.total)
             yield family
         for name, help_text, count in (
             ("prompt_tokens", "Prompt tokens of admitted requests", self.prompt_tokens),
             ("generation_tokens", "Tokens sent to clients", self.generation_tokens),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=labels)
+            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
             counter.add_metric(values, count)
             yield counter
         success = CounterMetricFamily(
-            "vllm:request_success", "Ended choices", labels=(*labels, "finished_reason")
+            "vllm:request_success", "Ended choices", labels=(*LABELS, "finished_reason")
         )
         for reason, count in self.finished.items():
             success.add_metric([*values, reason], count)
@@ -204,12 +134,10 @@ class RequestClock:
             metrics.inter_token.observe((now - last) / count, count)
         self._last[index] = now
 
-    def choice_finished(self, reason: str, num_tokens: int, now: float, queue: float, prefill: float) -> None:
+    def choice_finished(self, reason: str, num_tokens: int, now: float) -> None:
         metrics = self._metrics
         metrics.finished[reason] = metrics.finished.get(reason, 0) + 1
         metrics.latency.observe(now - self.start)
         metrics.request_generation_tokens.observe(num_tokens)
-        metrics.queue.observe(queue)
-        metrics.prefill.observe(prefill)
         if self.first is not None and num_tokens > 1:
             metrics.time_per_output_token.observe((now - self.first) / (num_tokens - 1))

@@ -28,21 +28,32 @@ async def test_a_scrape_has_vllm_s_names_and_the_model_s_label(
     text = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     label = '{engine="0",model_name="sim"}'
-    assert float(samples[f"vllm:generation_tokens_total{label}"]) == 18
-    assert float(samples[f"vllm:prompt_tokens_total{label}"]) == 60
-    assert float(samples[f"vllm:time_to_first_token_seconds_count{label}"]) == 2
-    assert (
-        float(samples['vllm:request_success_total{engine="0",finished_reason="length",model_name="sim"}'])
-        == 2
-    )
-    assert (
-        float(
-            samples['vllm:admission_rejections_total{engine="0",model_name="sim",reason="invalid_argument"}']
+    block = "block_size"
+    expected = {
+        f"vllm:request_decode_time_seconds_count{label}": 2,
+        f"vllm:request_queue_time_seconds_count{label}": 2,
+        f"vllm:request_max_num_generation_tokens_sum{label}": 18,
+        f"vllm:request_prefill_kv_computed_tokens_sum{label}": 32,
+        f"vllm:prefix_cache_queries_total{label}": 60,
+        f"vllm:prefix_cache_hits_total{label}": 28,
+        f"vllm:num_requests_running{label}": 0,
+        f"kvern_num_requests_executing{label}": 0,
+        f"kvern_num_requests_waiting{label}": 0,
+        f"kvern_pending_tokens{label}": 0,
+        f"kvern_cache_hit_rate{label}": 28 / 60,
+        "kvern_groups": 1,
+    }
+    expected |= {
+        f'vllm:{name}{{engine="0",model_name="sim",{key}="{value}"}}': count
+        for name, key, value, count in (
+            ("admission_rejections_total", "reason", "invalid_argument", 1),
+            ("prompt_tokens_by_source_total", "source", "local_compute", 32),
+            ("prompt_tokens_by_source_total", "source", "local_cache_hit", 28),
+            ("num_requests_waiting_by_reason", "reason", "deferred", 0),
         )
-        == 1
-    )
-    assert float(samples[f"vllm:prefix_cache_hits_total{label}"]) == 28
-    assert float(samples[f"vllm:num_requests_running{label}"]) == 0
+    }
+    assert {name: float(samples[name]) for name in expected} == expected
+    assert sum(name.startswith("vllm:cache_config_info{" + block) for name in samples) == 1
     assert float(samples["kvern_scheduler_fold_us_p50"]) > 0
 
 

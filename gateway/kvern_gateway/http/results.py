@@ -75,13 +75,7 @@ class Collector:
 
     def choice_ended(self, output: ChoiceOutput) -> None:
         finished = output.finished
-        self._clock.choice_finished(
-            output.finish_reason or "error",
-            output.num_tokens,
-            time.monotonic(),
-            finished.queue_seconds if finished is not None else 0.0,
-            finished.prefill_seconds if finished is not None else 0.0,
-        )
+        self._clock.choice_finished(output.finish_reason or "error", output.num_tokens, time.monotonic())
         if output.finish_reason == "error" and finished is not None:
             self.fail(KvernError.from_pb(finished.error))
             return

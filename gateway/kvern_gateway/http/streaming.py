@@ -258,12 +258,7 @@ class GenerationSink:
 
     def _choice_ended(self, choice: Choice, output: ChoiceOutput) -> None:
         choice.logprobs.clear()
-        finished = output.finished
         self._stream.clock.choice_finished(
-            output.finish_reason or "error",
-            output.num_tokens,
-            time.monotonic(),
-            finished.queue_seconds if finished is not None else 0.0,
-            finished.prefill_seconds if finished is not None else 0.0,
+            output.finish_reason or "error", output.num_tokens, time.monotonic()
         )
         self._stream.choice_ended()

@@ -79,8 +79,13 @@ class Group:
     @property
     def load(self) -> int:
         """Tokens of work ahead, roughly: what waits or is being prefilled, and a few for each running sequence."""
+        return self.pending_tokens + 16 * self.batch.num_running
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of sequences that wait or are being prefilled, not yet computed."""
         left = sum(int(self.batch.num_tokens[s] - self.batch.num_scheduled[s]) for s in self.prefilling)
-        return self.queue.num_tokens + left + 16 * self.batch.num_running
+        return self.queue.num_tokens + left
 
     @property
     def num_unreserved(self) -> int:

@@ -49,6 +49,11 @@ class WaitQueue:
         self.num_waiting = self.num_tokens = 0
         return [sequence for _, sequence in entries]
 
+    @property
+    def num_long(self) -> int:
+        """Of those, how many are long. Looks at each."""
+        return sum(sequence.state is State.WAITING for _, sequence in self._long)
+
     def __iter__(self) -> Iterator[Sequence]:
         return (s for heap in (self._short, self._long) for _, s in heap if s.state is State.WAITING)
 

@@ -14,10 +14,11 @@ from worker.conftest import CONFIGS, load_executor
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
-from kvern_worker.config import RopeConfig, load_hf_config, parse_hf_config
+from kvern_worker.config import RopeConfig
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.loading import choose_dtype
 from kvern_worker.machine import available_memory, physical_cores
+from kvern_worker.models.registry import load_hf_config, parse_hf_config
 from kvern_worker.sizing import GIB, kv_bytes, parse_length, size_kv
 
 Folders = Callable[[str], Path]
@@ -116,13 +117,21 @@ def test_windows(architecture: str, extra: dict[str, Any], windows: tuple[int, .
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "Qwen3ForCausalLM"),
+        ({"architectures": ["BertModel"]}, "architectures", "Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures", "LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling", "longrope"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_scaling", "spiral"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
+            },
+            "rope_scaling.short_factor",
+            "needs 8",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor", "factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "partial"),
+        ({"num_attention_heads": 5}, "num_attention_heads", "multiple"),
         ({"hidden_size": None}, "hidden_size", "positive"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers", "positive"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "multiple"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from kvern.v1 import error_pb2, model_pb2, worker_pb2
 from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.logprobs import token_logprobs
-from kvern_worker.models.llama import LlamaModel
+from kvern_worker.models.registry import Model
 from kvern_worker.sampling import sample
 from kvern_worker.sampling_state import SamplingState
 
@@ -39,7 +40,7 @@ class ModelExecutor:
     inline = False
 
     def __init__(
-        self, model: LlamaModel, cache: KvCache, info: model_pb2.ModelInfo, limits: Limits, threads: int
+        self, model: Model, cache: KvCache, info: model_pb2.ModelInfo, limits: Limits, threads: int
     ) -> None:
         self._model = model
         self._cache = cache
@@ -84,11 +85,11 @@ class ModelExecutor:
             return result
         step = self._batch.prepare(rows)
         prepared = time.perf_counter()
-        hidden, residual = self._model.forward(step)
+        states = self._model.forward(step)
         last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
-        logits = self._model.logits(hidden, residual, last).numpy() if len(last) else None
+        logits = self._model.logits(states, last).numpy() if len(last) else None
         forwarded = time.perf_counter()
-        prompt = self._prompt_logprobs(rows, hidden, residual, result)
+        prompt = self._prompt_logprobs(rows, states, result)
         self._batch.advance(rows)
         if logits is not None:
             slots = rows.slots[rows.samples]
@@ -175,7 +176,7 @@ class ModelExecutor:
         result.token_ids = pack_i32(token_ids)
 
     def _prompt_logprobs(
-        self, rows: Rows, hidden: torch.Tensor, residual: torch.Tensor, result: worker_pb2.StepResult
+        self, rows: Rows, states: Any, result: worker_pb2.StepResult
     ) -> dict[int, worker_pb2.SlotLogprobs]:
         """By slot: log-probabilities of the prompt tokens that this step's positions predict. A slot whose logits
         are not finite fails instead."""
@@ -193,7 +194,7 @@ class ModelExecutor:
             # A slice at a time: logits of a whole chunk could take a gigabyte.
             for at in range(0, len(targets), 64):
                 part = slice(int(first_rows[row]) + at, int(first_rows[row]) + min(at + 64, len(targets)))
-                logits = self._model.logits(hidden, residual, part).numpy()
+                logits = self._model.logits(states, part).numpy()
                 if not np.isfinite(logits.max(axis=-1)).all():
                     self._fail(slot, _sampling_error(broken=True), result)
                     del reports[slot]

@@ -17,9 +17,8 @@ from kvern.rpc.errors import invalid
 from kvern.v1 import model_pb2
 from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, StepInputs, block_bytes
-from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
-from kvern_worker.models.llama import LlamaModel
+from kvern_worker.models import registry
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_kv
 from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern_worker.weights.loader import WeightLoader
@@ -88,15 +87,14 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
         loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
-        cos_sin = cos_sin_table(config.rope, config.head_dim, size.max_model_len)
-        model = LlamaModel(config, loader, cos_sin, cache)
+        model = registry.find(config.architecture).build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
     with _phase("warmup"):
         _warm_up(model)
     info = model_pb2.ModelInfo(
         name=options.served_model_name or Path(options.model).stem,
-        architecture=config.family,
+        architecture=config.architecture,
         dtype=dtype_name,
         vocab_size=config.vocab_size,
         max_model_len=size.max_model_len,
@@ -169,7 +167,7 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def _warm_up(model: LlamaModel) -> None:
+def _warm_up(model: registry.Model) -> None:
     """One token that is stored nowhere: loads and tunes what the first request would else wait for."""
     step = StepInputs(
         token_ids=torch.zeros(1, dtype=torch.int64),
@@ -179,7 +177,7 @@ def _warm_up(model: LlamaModel) -> None:
         query_start=torch.tensor([0, 1], dtype=torch.int32),
         seq_lens=torch.ones(1, dtype=torch.int32),
     )
-    model.logits(*model.forward(step), slice(0, 1))
+    model.logits(model.forward(step), slice(0, 1))
 
 
 @contextmanager

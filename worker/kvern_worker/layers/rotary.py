@@ -10,13 +10,17 @@ from kvern_worker.config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """[num_positions, head_dim] float32: the first half of a row is cosines, the second sines."""
-    inverse, scale = _frequencies(rope, head_dim)
+    """[num_positions, head_dim] float32: the first half of a row is cosines, the second sines.
+
+    ``head_dim``: of the part that is rotated. Scalings that depend on the length take ``num_positions`` for it: one
+    table serves all sequences, so that what one has cached is right for another.
+    """
+    inverse, scale = _frequencies(rope, head_dim, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def _frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [head_dim / 2] float32, and the factor on cosines and sines."""
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
     inverse = 1.0 / powers
@@ -29,9 +33,21 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
             return _llama3(rope, inverse), 1.0
         case "yarn":
             return _yarn(rope, powers, head_dim)
+        case "longrope":
+            return _longrope(rope, inverse, num_positions)
         case _:
             # "dynamic" stretches only past the trained length, which is as far as it is served.
             return inverse, 1.0
+
+
+def _longrope(rope: RopeConfig, inverse: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, float]:
+    """One divisor per frequency (arXiv 2402.13753), of two sets: up to the trained length and beyond it."""
+    long = num_positions > rope.original_max_positions
+    divisors = torch.tensor(rope.long_factors if long else rope.short_factors, dtype=torch.float32)
+    if rope.attention_factor is not None:
+        return inverse / divisors, rope.attention_factor
+    stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
+    return inverse / divisors, math.sqrt(1 + stretch)
 
 
 def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,52 @@ from torch import Tensor
 
 import kvern_kernels as kernels
 from kvern_kernels.decoder import DecoderLayer
-from kvern_worker.config import ModelConfig
+from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields, unsupported, windows_of
 from kvern_worker.layers.attention import KvCache, StepInputs
+from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.weights.loader import WeightLoader
+
+
+def parse(raw: HfConfig) -> DecoderConfig:
+    """See models/registry.py. Raises KvernError naming the key at fault."""
+    family = raw.architecture.removesuffix("ForCausalLM")
+    fields = decoder_fields(
+        raw,
+        max_positions={"Llama": 2048, "Mistral": 131_072}.get(family, 32_768),
+        head_dim=128 if family == "Qwen3" else None,
+    )
+    if fields["activation"] != "silu":
+        raise unsupported(
+            f"hidden_act {raw['hidden_act']} is not supported; supported is silu",
+            field="hidden_act",
+            value=raw["hidden_act"],
+        )
+    bias = bool(raw.get("attention_bias", False)) and family in ("Llama", "Qwen3")
+    return DecoderConfig(
+        **fields,
+        windows=_windows(raw, family),
+        qkv_bias=bias or family == "Qwen2",
+        o_bias=bias,
+        mlp_bias=family == "Llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "Qwen3",
+    )
+
+
+def _windows(raw: HfConfig, family: str) -> tuple[int, ...]:
+    num_layers = raw.positive("num_hidden_layers")
+    if family == "Llama":
+        return (0,) * num_layers
+    if family == "Mistral":
+        return (int(raw.get("sliding_window", 4096) or 0),) * num_layers
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    return windows_of(
+        raw, window, lambda layer: bool(window) and layer >= int(raw.get("max_window_layers", 28))
+    )
+
+
+def build(config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_positions: int) -> LlamaModel:
+    """See models/registry.py. Raises KvernError where the checkpoint does not hold what ``config`` promises."""
+    return LlamaModel(config, loader, cos_sin_table(config.rope, config.rotary_dim, num_positions), cache)
 
 
 class LlamaModel:
@@ -27,7 +70,7 @@ class LlamaModel:
     Raises KvernError where the checkpoint does not hold what ``config`` promises.
     """
 
-    def __init__(self, config: ModelConfig, loader: WeightLoader, cos_sin: Tensor, cache: KvCache) -> None:
+    def __init__(self, config: DecoderConfig, loader: WeightLoader, cos_sin: Tensor, cache: KvCache) -> None:
         # The embedding and the head first: they take longest.
         ends, *layers = loader.side_by_side(
             partial(_load_ends, config, loader),
@@ -53,13 +96,14 @@ class LlamaModel:
             step.seq_lens,
         )
 
-    def logits(self, hidden: Tensor, residual: Tensor, rows: Tensor | slice) -> Tensor:
+    def logits(self, states: tuple[Tensor, Tensor], rows: Tensor | slice) -> Tensor:
         """Logits [rows, vocab_size] float32 of those rows of :meth:`forward`'s result."""
+        hidden, residual = states
         normed, _ = kernels.add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
         return kernels.linear(normed, self._head, torch.float32)
 
 
-def _load_layer(config: ModelConfig, index: int, loader: WeightLoader, cache: KvCache) -> DecoderLayer:
+def _load_layer(config: DecoderConfig, index: int, loader: WeightLoader, cache: KvCache) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -87,7 +131,7 @@ def _load_layer(config: ModelConfig, index: int, loader: WeightLoader, cache: Kv
     )
 
 
-def _load_ends(config: ModelConfig, loader: WeightLoader) -> tuple[Tensor, Tensor, kernels.PackedLinear]:
+def _load_ends(config: DecoderConfig, loader: WeightLoader) -> tuple[Tensor, Tensor, kernels.PackedLinear]:
     """The embedding, the last norm and the head."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = loader.tensor("model.embed_tokens.weight", vocab, hidden)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.rpc.errors import invalid
-from kvern_worker.config import LOAD_FORMATS, ModelConfig, load_hf_config
+from kvern_worker.config import LOAD_FORMATS, ModelConfig
+from kvern_worker.models.registry import load_hf_config
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
 from kvern_worker.weights.source import DummySource, TensorSource
@@ -59,9 +60,9 @@ def open_checkpoint(model: str | Path, load_format: str = "auto") -> Checkpoint:
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         file = GgufFile(gguf)
-        config = parse_gguf_config(file)
-        source: TensorSource = DummySource(gguf) if load_format == "dummy" else GgufSource(file, config)
-        return Checkpoint(path, "dummy" if load_format == "dummy" else "gguf", config, source)
+        decoder = parse_gguf_config(file)
+        source: TensorSource = DummySource(gguf) if load_format == "dummy" else GgufSource(file, decoder)
+        return Checkpoint(path, "dummy" if load_format == "dummy" else "gguf", decoder, source)
     config = load_hf_config(path)
     if load_format == "dummy":
         return Checkpoint(path, "dummy", config, DummySource(path / "config.json"))

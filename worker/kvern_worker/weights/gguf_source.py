@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvern.rpc.errors import invalid
-from kvern_worker.config import ModelConfig, RopeConfig, unsupported
+from kvern_worker.config import DecoderConfig, RopeConfig, unsupported
 from kvern_worker.weights.dequantize import dequantize_into
 from kvern_worker.weights.gguf_file import TENSOR_TYPES, GgufFile
 from kvern_worker.weights.source import TensorInfo, TensorSource
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +51,7 @@ def hugging_face_name(name: str) -> str | None:
 class GgufSource(TensorSource):
     """``config`` must be that of the same file: it says how many heads the rows of Q and K belong to."""
 
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+    def __init__(self, file: GgufFile, config: DecoderConfig) -> None:
         self._file = file
         self._tensors = {
             name: tensor
@@ -96,8 +96,8 @@ class GgufSource(TensorSource):
             return torch.from_numpy(raw)
 
 
-def parse_gguf_config(file: GgufFile) -> ModelConfig:
-    """The ModelConfig that the metadata describes. Raises KvernError naming the key at fault."""
+def parse_gguf_config(file: GgufFile) -> DecoderConfig:
+    """The DecoderConfig that the metadata describes. Raises KvernError naming the key at fault."""
     arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise unsupported(
@@ -119,8 +119,8 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         raise unsupported("partial rotary embeddings are not supported", field=f"{arch}.rope.dimension_count")
     rope = _parse_rope(file, get)
     eos = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return ModelConfig(
-        family=arch,
+    return DecoderConfig(
+        architecture=ARCHITECTURES[arch],
         vocab_size=file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
         hidden_size=hidden_size,
         intermediate_size=int(get("feed_forward_length")),

@@ -37,7 +37,7 @@ class WeightLoader:
         keep_quantized: bool = False,
     ) -> None:
         self._source = source
-        self._dtype = dtype
+        self.dtype = dtype
         self._on_bytes = on_bytes
         self._threads = threads
         self._keep_quantized = keep_quantized
@@ -53,10 +53,27 @@ class WeightLoader:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""
-        out = torch.empty(shape, dtype=self._dtype)
+        out = torch.empty(shape, dtype=self.dtype)
         self._fill(name, out)
         self._count(num_bytes=out.nbytes)
         return out
+
+    def wide(self, name: str, *shape: int) -> Tensor:
+        """One small tensor in float32 (norms, biases, router corrections): it costs nothing to keep its precision."""
+        out = torch.empty(shape, dtype=torch.float32)
+        self._fill(name, out)
+        self._count(num_bytes=out.nbytes)
+        return out
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """One tensor that the caller rearranges before it is packed."""
+        out = torch.empty(shape, dtype=self.dtype)
+        self._fill(name, out)
+        return out
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor; a dummy one has all."""
+        return self._source.has(name)
 
     def linear(
         self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
@@ -67,7 +84,7 @@ class WeightLoader:
         """
         packed_bias = None
         if bias:
-            packed_bias = torch.empty(sum(sizes), dtype=self._dtype)
+            packed_bias = torch.empty(sum(sizes), dtype=self.dtype)
             for prefix, rows in zip(prefixes, packed_bias.split(list(sizes)), strict=True):
                 self._fill(f"{prefix}.bias", rows)
         names = [f"{prefix}.weight" for prefix in prefixes]
@@ -81,7 +98,7 @@ class WeightLoader:
                 self._done(name, size * in_size)
             self._count(num_bytes=packed.num_bytes)
             return packed
-        weight = torch.empty(sum(sizes), in_size, dtype=self._dtype)
+        weight = torch.empty(sum(sizes), in_size, dtype=self.dtype)
         for name, rows in zip(names, weight.split(list(sizes)), strict=True):
             self._fill(name, rows)
         return self.pack(weight, packed_bias)
@@ -101,11 +118,14 @@ class WeightLoader:
         return packed
 
     def finish(self, *ignored: str) -> None:
-        """Raises KvernError when the checkpoint has tensors that the model did not ask for."""
+        """Raises KvernError when the checkpoint has tensors that the model did not ask for, and that start with none
+        of ``ignored``."""
         unexpected = [
             name
             for name in self._source.infos
-            if name not in self._used and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
+            if name not in self._used
+            and not name.startswith(ignored)
+            and not name.endswith(_IGNORED_SUFFIXES)
         ]
         if unexpected:
             name = unexpected[0]
@@ -140,7 +160,7 @@ class WeightLoader:
         info = self._source.infos.get(name)
         self._used.add(name)
         self._count(num_parameters=num_parameters)
-        self._on_bytes(info.num_bytes if info is not None else num_parameters * self._dtype.itemsize)
+        self._on_bytes(info.num_bytes if info is not None else num_parameters * self.dtype.itemsize)
 
     def _count(self, num_bytes: int = 0, num_parameters: int = 0) -> None:
         with self._lock:

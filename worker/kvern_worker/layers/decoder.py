@@ -1,0 +1,120 @@
+"""A decoder put together from layers, run op by op. (``kernels.run_decoder`` runs a Llama's in one call.)
+
+::
+
+    tokens → embedding · scale (+ positions) → block × L → norm → head → · logit scale, soft cap
+
+    block:     x += m · post(attention(pre(x)));  x += m · post(mlp(pre(x)))         norms that aren't there do nothing
+    parallel:  x += m · (attention(pre(x)) + mlp(pre'(x)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvern_kernels as kernels
+from kvern_worker.config import ModelConfig
+from kvern_worker.layers.attention import StepInputs
+from kvern_worker.layers.norm import Norm
+from kvern_worker.weights.loader import WeightLoader
+
+
+def no_norm(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer: ``attention(x, step)``, ``mlp(x)`` and the norms around them. See the module's text."""
+
+    attention: Callable[[Tensor, StepInputs], Tensor]
+    mlp: Callable[[Tensor], Tensor]
+    pre_attention: Norm = no_norm
+    post_attention: Norm = no_norm
+    pre_mlp: Norm = no_norm
+    post_mlp: Norm = no_norm
+    multiplier: float = 1.0
+    parallel: bool = False
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        mixed = self.post_attention(self.attention(self.pre_attention(x), step))
+        if self.parallel:
+            return x + self._scaled(mixed + self.post_mlp(self.mlp(self.pre_mlp(x))))
+        x = x + self._scaled(mixed)
+        return x + self._scaled(self.post_mlp(self.mlp(self.pre_mlp(x))))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """``embedding`` [vocab, hidden]; ``positions`` [positions, hidden] where they are learned. A model in the sense
+    of models/registry.py."""
+
+    embedding: Tensor
+    blocks: list[Block]
+    norm: Norm
+    head: kernels.PackedLinear
+    positions: Tensor | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    def forward(self, step: StepInputs) -> Tensor:
+        hidden = self.embedding.index_select(0, step.token_ids)
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
+        if self.positions is not None:
+            hidden = hidden + self.positions.index_select(0, step.positions)
+        for block in self.blocks:
+            hidden = block(hidden, step)
+        return hidden
+
+    def logits(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        logits = kernels.linear(self.norm(states[rows]), self.head, torch.float32)
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
+        if self.logit_softcap:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+
+def load_decoder(
+    config: ModelConfig,
+    loader: WeightLoader,
+    block: Callable[[int], Block],
+    norm: Callable[[], Norm],
+    *,
+    embedding: str = "model.embed_tokens",
+    head: str = "lm_head",
+    ignored: tuple[str, ...] = (),
+    **options: Any,
+) -> Decoder:
+    """Reads the layers side by side. ``block(i)`` and ``norm()`` load theirs; ``options`` are fields of Decoder.
+
+    Raises KvernError when the checkpoint lacks a tensor or has one too many; those of ``ignored`` prefixes are no fault.
+    """
+    # The embedding and the head first: they take longest.
+    (table, packed), last, *blocks = loader.side_by_side(
+        partial(_load_ends, config, loader, embedding, head),
+        norm,
+        *(partial(block, layer) for layer in range(config.num_layers)),
+    )
+    loader.finish(*ignored, *([f"{head}.weight"] if config.tie_word_embeddings else []))
+    return Decoder(table, blocks, last, packed, **options)
+
+
+def _load_ends(
+    config: ModelConfig, loader: WeightLoader, embedding: str, head: str
+) -> tuple[Tensor, kernels.PackedLinear]:
+    table = loader.tensor(f"{embedding}.weight", config.vocab_size, config.hidden_size)
+    if config.tie_word_embeddings:
+        return table, loader.head(f"{embedding}.weight", table)
+    return table, loader.linear([head], [config.vocab_size], config.hidden_size, bias=False)

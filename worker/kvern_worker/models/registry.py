@@ -1,0 +1,122 @@
+"""Which file knows an architecture, by the name that ``config.json`` gives it.
+
+A model file is a module with two functions::
+
+    def parse(raw: HfConfig) -> ModelConfig                                     # no weights, no memory
+    def build(config, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model
+
+Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvern.rpc.errors import invalid
+from kvern_worker.config import HfConfig, ModelConfig, token_ids, unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvern_worker.layers.attention import KvCache, StepInputs
+    from kvern_worker.weights.loader import WeightLoader
+
+GROUP = "kvern.models"
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "GPT2LMHeadModel": "gpt2",
+}
+
+
+class Model(Protocol):
+    """Weights on their KV cache."""
+
+    def forward(self, step: StepInputs) -> Any:
+        """Runs the layers and fills the cache; what it returns is for :meth:`logits` alone."""
+
+    def logits(self, states: Any, rows: Tensor | slice) -> Tensor:
+        """Logits [rows, vocab_size] float32 of those tokens of the step."""
+
+
+class ModelFile(Protocol):
+    """See the module's text. ``parse`` and ``build`` raise KvernError with what is wrong with the checkpoint."""
+
+    def parse(self, raw: HfConfig) -> ModelConfig: ...
+
+    def build(self, config: Any, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model: ...
+
+
+def known() -> list[str]:
+    """Every architecture that has a file."""
+    return [*ARCHITECTURES, *(name for name in _plugins() if name not in ARCHITECTURES)]
+
+
+def find(architecture: str) -> ModelFile:
+    """The file of an architecture; a plug-in's goes before ours. Raises KvernError when there is none."""
+    if (plugin := _plugins().get(architecture)) is not None:
+        return importlib.import_module(plugin)
+    if architecture in ARCHITECTURES:
+        return importlib.import_module(f"kvern_worker.models.{ARCHITECTURES[architecture]}")
+    raise unsupported(
+        f"architecture {architecture} is not supported; supported are {', '.join(known())}",
+        field="architectures",
+        value=architecture,
+    )
+
+
+@lru_cache
+def _plugins() -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+
+
+def load_hf_config(folder: Path) -> ModelConfig:
+    """Reads ``folder/config.json`` (and ``generation_config.json`` for end tokens). Raises KvernError."""
+    raw = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = token_ids(raw.get("eos_token_id"))
+    if generation.exists():
+        eos += token_ids(_read_json(generation).get("eos_token_id"))
+    return parse_hf_config(raw, eos_token_ids=tuple(dict.fromkeys(eos)))
+
+
+def parse_hf_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    """Turns the contents of a ``config.json`` into a ModelConfig. Raises KvernError naming the key at fault."""
+    config = HfConfig(raw, eos_token_ids)
+    file = find(config.architecture)
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise unsupported(
+            f"checkpoints quantized with {method} are not supported; use the unquantized checkpoint or a GGUF file",
+            field="quantization_config",
+            value=method,
+        )
+    return file.parse(config)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid("model", f"cannot read {path}: {error.strerror}", value=path) from error
+    except ValueError as error:
+        raise invalid("model", f"{path} is not valid JSON: {error}", value=path) from error
+    if not isinstance(content, dict):
+        raise invalid("model", f"{path} must hold a JSON object", value=path)
+    return content

@@ -66,12 +66,14 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     return _packed(panels, TYPES[weight.dtype], n, k, bias)
 
 
-def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
+def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear | reference.PackedLinear:
     """Repack a GGUF matrix, uint8 [N, bytes of a row] of `kind` Q4_0, Q4_1 or Q8_0, as it is quantized.
 
-    `linear` then gives the bits of the dequantized float32 weights. Raises ValueError on another kind.
+    `linear` then gives the bits of the dequantized float32 weights. Other kinds go to the reference.
     """
     n, k = reference.gguf_shape(blocks, kind)
+    if kind not in _GGUF_GROUP:
+        return reference.pack_gguf(blocks, kind, bias)
     group = _GGUF_GROUP[kind]
     blocks = blocks.contiguous()
     panels = _aligned(-(-n // 16) * (k // 32) * group[1], torch.uint8)

@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
+from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES as GGUF_BLOCK_BYTES
+from kvern_kernels.reference_gguf import dequantize_gguf as dequantize_gguf
+from kvern_kernels.reference_gguf import gguf_shape as gguf_shape
 
 NAME = "reference"
 DEVICES = ("cpu", "cuda")
@@ -53,37 +56,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return PackedLinear(weight, bias)
 
 
-GGUF_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # per 32 weights
-
-
-def gguf_shape(blocks: Tensor, kind: str) -> tuple[int, int]:
-    """(N, K) of GGUF `blocks`, uint8 [N, bytes of a row]. Raises ValueError for what isn't supported."""
-    size = GGUF_BLOCK_BYTES.get(kind)
-    if size is None:
-        raise ValueError(f"GGUF type {kind} has no kernel: use one of {', '.join(GGUF_BLOCK_BYTES)}")
-    if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % size:
-        raise ValueError(
-            f"{kind} blocks must be uint8 [N, multiple of {size}], not {blocks.dtype} {list(blocks.shape)}"
-        )
-    return blocks.shape[0], blocks.shape[1] // size * 32
-
-
-def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
-    """GGUF `blocks`, uint8 [N, bytes of a row] → float32 [N, K]; kind Q4_0, Q4_1 or Q8_0."""
-    n, k = gguf_shape(blocks, kind)
-    each = blocks.reshape(-1, GGUF_BLOCK_BYTES[kind])
-    scale = each[:, :2].contiguous().view(torch.float16).float()
-    if kind == "Q8_0":
-        return (each[:, 2:].view(torch.int8).float() * scale).view(n, k)
-    nibbles = each[:, -16:]
-    codes = torch.cat((nibbles & 15, nibbles >> 4), dim=1).float()
-    if kind == "Q4_0":
-        return ((codes - 8) * scale).view(n, k)
-    return (codes * scale + each[:, 2:4].contiguous().view(torch.float16).float()).view(n, k)
-
-
 def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
-    """Keep a GGUF matrix, uint8 [N, bytes of a row] of `kind` Q4_0, Q4_1 or Q8_0, for `linear`."""
+    """Keep a GGUF matrix, uint8 [N, bytes of a row] of a `kind` in GGUF_BLOCK_BYTES, for `linear`."""
     return PackedLinear(dequantize_gguf(blocks, kind), bias)
 
 

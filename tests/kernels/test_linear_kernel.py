@@ -106,7 +106,7 @@ def test_gguf_gives_the_bits_of_dequantized_weights(linear_variant: str, kind: s
 
 
 def test_gguf_dequantizes_as_the_gguf_library_does() -> None:
-    for kind in reference.GGUF_BLOCK_BYTES:
+    for kind in ("Q4_0", "Q4_1", "Q8_0"):
         blocks = random_blocks(kind, 6, 64)
         expected = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
         assert torch.equal(reference.dequantize_gguf(blocks, kind), torch.from_numpy(expected))

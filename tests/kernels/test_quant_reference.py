@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import kvern_kernels as kernels
 from kvern_kernels import reference, reference_quant
 
 
@@ -113,3 +114,18 @@ def test_wrong_arguments_are_named() -> None:
         reference_quant.unpack_awq(torch.zeros(1, 1), torch.zeros(1, 1))
     with pytest.raises(ValueError, match="unknown activation quantization 'fp4'"):
         reference_quant.requantized(torch.zeros(1, 1), "fp4")
+
+
+@pytest.mark.parametrize(("kind", "halves"), [("Q4_K", [0, 2]), ("Q6_K", [208])])
+def test_gguf_k_quants_dequantize_as_the_gguf_library_does(kind: str, halves: list[int]) -> None:
+    blocks = torch.randint(0, 256, (5, 2, reference.GGUF_BLOCK_BYTES[kind]), dtype=torch.uint8)
+    for at in halves:
+        blocks[..., at : at + 2] = torch.randn(5, 2, 1).half().view(torch.uint8)
+    blocks = blocks.flatten(1)
+    expected = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+    assert torch.equal(reference.dequantize_gguf(blocks, kind), torch.from_numpy(expected))
+    packed = kernels.pack_gguf(blocks, kind)
+    x = torch.randn(2, 512)
+    torch.testing.assert_close(
+        kernels.linear(x, packed), x @ torch.from_numpy(expected).t(), rtol=1e-4, atol=1e-3
+    )

@@ -9,56 +9,70 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import cbor2
+import numpy as np
+import numpy.typing as npt
 
 HASH_BYTES = 32
 
 
-def _sha256_cbor(value: Any) -> bytes:
-    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+ROOT_HASH = hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
-ROOT_HASH = _sha256_cbor("vllm-none-hash")
+def _extra_keys(cache_salt: str) -> bytes:
+    """What a first block's hash depends on besides tokens, encoded; later blocks depend on it by their parent."""
+    return cbor2.dumps((("cache_salt", cache_salt),) if cache_salt else None, canonical=True)
 
 
-def extra_keys(cache_salt: str, block_index: int) -> tuple[Any, ...] | None:
-    """What a block's hash depends on besides tokens: the cache salt, in the first block only."""
-    return (("cache_salt", cache_salt),) if cache_salt and block_index == 0 else None
+# Canonical CBOR of an unsigned integer: from which value on it takes another form, that form's head (already left of the
+# number's own bytes), the bytes of a big-endian 8-byte word that it keeps, and how many these are.
+_FORMS = np.array([24, 2**8, 2**16], np.int32)
+_HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0x1A << 32], np.uint64)
+_WIDTHS = np.array([1, 2, 3, 5])
+_KEPT = np.arange(8) >= 8 - _WIDTHS[:, None]
 
 
-class _Encoded(dict[int, bytes]):
-    """Token id → its canonical CBOR. Kept, because encoding a block anew costs more than hashing it."""
-
-    def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = encoded = cbor2.dumps(token_id, canonical=True)
-        return encoded
-
-
-_ENCODED = _Encoded()
-# An array of three: a 32-byte string, then the array of tokens; null comes last.
-_HEAD, _NULL = b"\x83\x58\x20", b"\xf6"
+def _encode_blocks(blocks: npt.NDArray[np.int32]) -> list[bytes]:
+    """The CBOR array of each row's token ids; ``blocks``: [num_blocks, block_size], not negative."""
+    form = _FORMS.searchsorted(blocks.ravel(), side="right")
+    words = (_HEADS[form] + blocks.ravel().astype(np.uint64)).astype(">u8")
+    packed = words.view(np.uint8).reshape(-1, 8)[_KEPT[form]].tobytes()
+    ends = _WIDTHS[form].reshape(blocks.shape).sum(axis=1).cumsum().tolist()
+    size = blocks.shape[1]
+    head = bytes((0x80 + size,)) if size < 24 else b"\x98%c" % size if size < 256 else b"\x99" + size.to_bytes(2, "big")
+    return [head + packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], extra: tuple[Any, ...] | None = None) -> bytes:
-    """Hash of one full block. ``token_ids`` are plain Python integers; ``parent`` is 32 bytes."""
-    if extra is not None or len(token_ids) > 255 or len(parent) != HASH_BYTES:
-        return _sha256_cbor((parent, tuple(token_ids), extra))
-    count = bytes((0x80 + len(token_ids),) if len(token_ids) < 24 else (0x98, len(token_ids)))
-    return hashlib.sha256(
-        b"".join((_HEAD, parent, count, *map(_ENCODED.__getitem__, token_ids), _NULL))
-    ).digest()
+def _hash(parent: bytes, encoded_tokens: bytes, encoded_extra: bytes = b"\xf6") -> bytes:
+    """SHA-256 of an array of three: a 32-byte string, an array of tokens, and the extra keys or null."""
+    return hashlib.sha256(b"\x83\x58\x20%b%b%b" % (parent, encoded_tokens, encoded_extra)).digest()
+
+
+def hash_blocks(parents: Iterable[bytes], blocks: npt.NDArray[np.int32]) -> list[bytes]:
+    """Hashes of blocks of different sequences, none of them a sequence's first: ``blocks`` int32 [num_blocks,
+    block_size], ``parents`` the hash of the block before each."""
+    return list(map(_hash, parents, _encode_blocks(blocks)))
+
+
+def extend_hashes(
+    hashes: list[bytes], token_ids: npt.NDArray[np.int32], block_size: int, cache_salt: str = ""
+) -> None:
+    """Appends the hashes of the full blocks of ``token_ids``, which follow the blocks that ``hashes`` covers. A last
+    partial block has none."""
+    num_blocks = token_ids.size // block_size
+    blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
+    for encoded in _encode_blocks(blocks):
+        if hashes:
+            hashes.append(_hash(hashes[-1], encoded))
+        else:
+            hashes.append(_hash(ROOT_HASH, encoded, _extra_keys(cache_salt)))
 
 
 def hash_prompt(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[bytes]:
     """Hashes of the full blocks of ``token_ids``, in order; a last partial block has none."""
     hashes: list[bytes] = []
-    parent = ROOT_HASH
-    for index in range(len(token_ids) // block_size):
-        block = token_ids[index * block_size : (index + 1) * block_size]
-        parent = hash_block(parent, block, extra_keys(cache_salt, index))
-        hashes.append(parent)
+    extend_hashes(hashes, np.array(token_ids, np.int32), block_size, cache_salt)
     return hashes
 
 

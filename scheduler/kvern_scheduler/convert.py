@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvern.block_hash import split_hashes
-from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
+from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
 from kvern_scheduler.core.changes import Logprobs
 from kvern_scheduler.core.errors import ProtocolError, RequestError, invalid
@@ -13,8 +13,8 @@ from kvern_scheduler.core.requests import Finish, Sequence, Submission, sequence
 
 def plan_to_pb(plan: Plan, epoch: int) -> worker_pb2.StepPlan:
     pb = worker_pb2.StepPlan(epoch=epoch, step=plan.step)
-    if plan.decode_slots.size:
-        pb.decode_slots = plan.decode_slots.tobytes()
+    if plan.decoded.size:
+        pb.decode_slots = plan.decoded.packed
     if plan.released:
         pb.released_slots = pack_u32(plan.released)
     if plan.append_slots.size:
@@ -50,10 +50,10 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
 def result_from_pb(pb: worker_pb2.StepResult) -> Result:
     """Raises ProtocolError where an array is ragged."""
     try:
-        slots, tokens = unpack_u32(pb.slots), unpack_i32(pb.token_ids)
+        tokens = unpack_i32(pb.token_ids)
     except ValueError as error:
         raise ProtocolError(f"step {pb.step}: {error}") from error
-    return Result(pb.step, slots, tokens, list(pb.errors), list(pb.logprobs))
+    return Result(pb.step, pb.slots, tokens, list(pb.errors), list(pb.logprobs))
 
 
 def submission_from_pb(pb: session_pb2.Submit) -> Submission:

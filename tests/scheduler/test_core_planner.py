@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scheduler.core_harness import CoreHarness
 
+from kvern.rpc.packing import pack_u32
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.errors import IntegrityError, ProtocolError, RequestError
 from kvern_scheduler.core.fold import fold_step
@@ -107,7 +108,7 @@ def test_decodes_come_before_prefills() -> None:
     core.submit([6] * 150, 2)
     plan = core.plan()
     assert plan is not None
-    assert plan.decode_slots.size == 1 and sum(plan.prefill_lengths) == 31
+    assert plan.decoded.size == 1 and sum(plan.prefill_lengths) == 31
     core.run()
 
 
@@ -245,8 +246,8 @@ def test_an_error_in_a_slot_ends_that_sequence_alone() -> None:
     "change",
     [
         {"step": 9},
-        {"slots": np.array([5], np.uint32)},
-        {"slots": np.empty(0, np.uint32), "tokens": np.empty(0, np.int32)},
+        {"slots": pack_u32([5])},
+        {"slots": b"", "tokens": np.empty(0, np.int32)},
         {"tokens": np.array([997], np.int32)},
         {"tokens": np.array([-1], np.int32)},
         {"errors": [worker_pb2.SlotError(slot=7)]},
@@ -256,7 +257,7 @@ def test_a_result_that_answers_no_plan_is_refused(change: dict[str, object]) -> 
     core = CoreHarness(CONFIG)
     core.submit(PROMPT, 5)
     core.plan()
-    result = Result(1, np.array([0], np.uint32), np.array([3], np.int32))
+    result = Result(1, pack_u32([0]), np.array([3], np.int32))
     with pytest.raises(ProtocolError):
         fold_step(core.group, replace(result, **change), 0.0)  # type: ignore[arg-type]
     core.lose(keep_blocks=True)

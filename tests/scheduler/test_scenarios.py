@@ -128,8 +128,8 @@ class Script:
             lines.append(f"append {plan.append_slots.tolist()}: {blocks}")
         for slot, length in zip(plan.prefill_slots, plan.prefill_lengths, strict=True):
             lines.append(f"prefill {slot}: {length}")
-        if plan.decode_slots.size:
-            lines.append(f"decode {plan.decode_slots.tolist()}")
+        if plan.decoded.size:
+            lines.append(f"decode {plan.decoded.slots.tolist()}")
         return lines
 
     def blocks(self, blocks: object, generations: object) -> str:

@@ -275,8 +275,7 @@ class Cell:
     def output_tokens(self, sequence: Sequence) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """All output tokens so far, committed or not, int32 [n]."""
         if sequence.slot >= 0 and isinstance(sequence.group, Group):
-            batch = sequence.group.batch
-            batch.flush(sequence.slot, int(batch.num_tokens[sequence.slot]))
+            sequence.group.batch.flush(sequence.slot)
         return np.frombuffer(sequence.output.tobytes(), np.int32)
 
     def take_changes(self) -> Changes:

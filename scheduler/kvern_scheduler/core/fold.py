@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import hash_block
+from kvern.block_hash import hash_blocks
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
+from kvern_scheduler.core.batch import Batch, Cohort
 from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
 from kvern_scheduler.core.errors import ProtocolError, RequestError
 from kvern_scheduler.core.group import Group
@@ -18,6 +19,7 @@ from kvern_scheduler.core.plan import Plan, Result
 from kvern_scheduler.core.requests import Sequence
 
 Slots = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
 
 
 def fold_step(group: Group, result: Result, now: float) -> Plan:
@@ -26,66 +28,49 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
     if not group.in_flight or group.in_flight[0].step != result.step:
         expected = group.in_flight[0].step if group.in_flight else "none"
         raise ProtocolError(f"result of step {result.step}, expected {expected}")
-    plan = group.in_flight[0]
-    batch = group.batch
-    live = batch.attempt[plan.slots] == plan.attempts
-    errors = _match(group, plan, result, live) if result.errors else []
-    slots, tokens = _sampled(plan, result)
-    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= batch.vocab_size):
-        raise ProtocolError(
-            f"step {result.step} sampled a token outside the vocabulary of {batch.vocab_size}"
-        )
+    plan, batch = group.in_flight[0], group.batch
+    alive = None  # all of them
+    errors: list[tuple[Sequence, RequestError]] = []
+    if result.errors or batch.num_departures != plan.num_departures:
+        alive = _alive(batch, plan)
+        errors = _match(batch, plan, result, alive)
+    sampled, tokens = _sampled(group.batch, plan, result, alive)
     group.in_flight.popleft()
-
-    all_live = bool(live.all())
-    computed = plan.slots if all_live else plan.slots[live]
-    batch.num_done[computed] = plan.computed_to if all_live else plan.computed_to[live]
-    if not all_live or errors:
-        keep = _alive(group, plan, slots, live)
-        slots, tokens = slots[keep], tokens[keep]
     if result.logprobs:
-        _take_logprobs(group, plan, result, live)
-    if plan.num_prefilled:
-        _note_first_tokens(group, plan, now)
-    ended, stopped = _append(group, slots, tokens)
-    _complete_blocks(group, computed)
-    for index in np.flatnonzero(ended).tolist():
-        _finish(group, int(slots[index]), int(tokens[index]), bool(stopped[index]), now)
+        _take_logprobs(group, plan, result, alive)
+    if plan.prefill_slots:
+        _note_first_tokens(group, plan, alive, now)
+    ended, stopped = _append(group, sampled, tokens)
+    if plan.prefill_slots:
+        _complete_prefilled(group, plan, alive)
+    if plan.filled_slots.size:
+        _complete_decoded(group, plan, alive)
+    for index in ended:
+        _finish(group, int(sampled.slots[index]), int(tokens[index]), bool(stopped[index]), now)
     for sequence, error in errors:
         group.finish(sequence, sampling_pb2.FINISH_REASON_ERROR, now, error=error)
     return plan
 
 
-def _sampled(plan: Plan, result: Result) -> tuple[Slots, npt.NDArray[np.int32]]:
-    """The slots that sampled and their tokens, checked against the plan."""
-    expected = plan.slots[plan.num_unsampled :]
-    if result.errors:
-        failed = [error.slot for error in result.errors]
-        expected = expected[~np.isin(expected, failed)]
-    if result.slots.size != expected.size or result.tokens.size != expected.size:
-        raise ProtocolError(
-            f"step {plan.step}: {result.slots.size} slots and {result.tokens.size} tokens for {expected.size}"
-        )
-    if not (result.slots == expected).all():
-        raise ProtocolError(f"step {plan.step}: sampled slots are not those of the plan")
-    return expected, result.tokens
+def _alive(batch: Batch, plan: Plan) -> Mask:
+    """By slot: whether it was planned and still holds the sequence of then."""
+    alive = np.zeros(batch.max_num_seqs, bool)
+    alive[plan.prefill_slots] = batch.attempt[plan.prefill_slots] == plan.prefill_attempts
+    alive[plan.sampled.slots] = batch.attempt[plan.sampled.slots] == plan.sampled.attempts
+    return alive
 
 
-def _match(
-    group: Group, plan: Plan, result: Result, live: npt.NDArray[np.bool_]
-) -> list[tuple[Sequence, RequestError]]:
-    """The sequences that the step broke. They no longer count as live: their blocks may hold anything."""
+def _match(batch: Batch, plan: Plan, result: Result, alive: Mask) -> list[tuple[Sequence, RequestError]]:
+    """The sequences that the step broke. They no longer count as alive: their blocks may hold anything."""
     errors = []
+    planned = {*plan.prefill_slots, *plan.sampled.slots.tolist()}
     for slot_error in result.errors:
-        positions = np.flatnonzero(plan.slots == slot_error.slot)
-        if not positions.size:
-            raise ProtocolError(
-                f"step {plan.step}: an error for slot {slot_error.slot}, which it did not compute"
-            )
-        position = int(positions[0])
-        sequence = group.batch.sequences[slot_error.slot]
-        if live[position] and sequence is not None:
-            live[position] = False
+        slot = slot_error.slot
+        if slot not in planned:
+            raise ProtocolError(f"step {plan.step}: an error for slot {slot}, which it did not compute")
+        sequence = batch.sequences[slot]
+        if alive[slot] and sequence is not None:
+            alive[slot] = False
             pb = slot_error.error
             code = pb.code or error_pb2.ERROR_CODE_INTERNAL
             error = RequestError(code, pb.message, field=pb.field, value=pb.value, limit=pb.limit)
@@ -93,107 +78,110 @@ def _match(
     return errors
 
 
-def _alive(group: Group, plan: Plan, slots: Slots, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Which of ``slots`` still hold the sequence that was planned."""
-    by_slot = np.zeros(group.batch.max_num_seqs, bool)
-    by_slot[plan.slots] = live
-    return by_slot[slots]
-
-
-def _append(
-    group: Group, slots: Slots, tokens: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """One more token for each of ``slots``. Returns which ended, and which of those by an end or stop token."""
-    batch = group.batch
-    positions = batch.num_tokens[slots]
-    batch.recent[slots, positions % batch.recent.shape[1]] = tokens
-    lengths = positions + 1
-    batch.num_tokens[slots] = lengths
-    stopped = batch.is_eos[tokens] & ~batch.ignore_eos[slots]
-    if batch.num_with_stop_ids:
-        asking = np.flatnonzero(batch.has_stop_ids[slots])
-        stopped[asking] |= (batch.stop_ids[slots[asking]] == tokens[asking, None]).any(axis=1)
-    stopped &= lengths >= batch.min_len[slots]
-    if slots.size:
-        group.changes.tokens.append(
-            Tokens(
-                batch.row[slots],
-                batch.seq_no[slots],
-                (positions - batch.num_prompt[slots]).astype(np.uint32),
-                tokens,
-            )
+def _sampled(
+    batch: Batch, plan: Plan, result: Result, alive: Mask | None
+) -> tuple[Cohort, npt.NDArray[np.int32]]:
+    """The sequences that have a new token, and those tokens. Raises ProtocolError where they are not the plan's."""
+    sampled, tokens = plan.sampled, result.tokens
+    if result.errors:
+        sampled = sampled.only(~np.isin(sampled.slots, [error.slot for error in result.errors]))
+    if result.slots != sampled.packed or tokens.size != sampled.size:
+        raise ProtocolError(f"step {plan.step}: sampled slots are not those of the plan")
+    # A negative one is a large one, too.
+    if np.count_nonzero(tokens.view(np.uint32) >= batch.vocab_size):
+        raise ProtocolError(
+            f"step {plan.step} sampled a token outside the vocabulary of {batch.vocab_size}"
         )
-    return stopped | (lengths >= batch.max_len[slots]), stopped
+    if alive is not None:
+        keep = alive[sampled.slots]
+        return sampled.only(keep), tokens[keep]
+    return sampled, tokens
 
 
-def _note_first_tokens(group: Group, plan: Plan, now: float) -> None:
+def _append(group: Group, sampled: Cohort, tokens: npt.NDArray[np.int32]) -> tuple[list[int], Mask]:
+    """One more token for each of ``sampled``. Returns the positions of those that ended, and which have an end or stop
+    token."""
+    batch, slots = group.batch, sampled.slots
+    positions = batch.num_tokens[slots]
+    lengths = positions + 1
+    batch.recent[slots, positions % batch.recent.shape[1]] = tokens
+    batch.num_tokens[slots] = lengths
+    stopped = batch.is_eos[tokens]
+    if np.count_nonzero(stopped):
+        stopped &= ~batch.ignore_eos[slots]
+    if batch.num_with_stop_ids:
+        asking = batch.has_stop_ids[slots].nonzero()[0]
+        stopped[asking] |= (batch.stop_ids[slots[asking]] == tokens[asking, None]).any(axis=1)
+    ended = lengths >= sampled.max_len
+    if np.count_nonzero(stopped):
+        stopped &= lengths >= batch.min_len[slots]
+        ended |= stopped
+    if slots.size:
+        indexes = (positions - sampled.num_prompt).astype(np.uint32)
+        group.changes.tokens.append(Tokens(sampled.rows, sampled.seq_nos, indexes, tokens))
+    return ended.nonzero()[0].tolist() if np.count_nonzero(ended) else [], stopped
+
+
+def _note_first_tokens(group: Group, plan: Plan, alive: Mask | None, now: float) -> None:
     """For the sequences that end their prefill in this step: the time, and their siblings' turn."""
-    for index in range(plan.num_unsampled, plan.num_unsampled + plan.num_prefilled):
-        slot = int(plan.slots[index])
+    for slot in plan.prefill_slots[plan.num_unsampled :]:
         sequence = group.batch.sequences[slot]
-        if sequence is None or group.batch.attempt[slot] != plan.attempts[index]:
+        if sequence is None or not (alive is None or alive[slot]):
             continue
         sequence.first_token = sequence.first_token or now
         if sequence.request.waiting_siblings:
             group.release_siblings(sequence)
 
 
-def _complete_blocks(group: Group, computed: Slots) -> None:
-    """Logs and indexes the blocks that this step filled: about one in block_size of the decoding sequences."""
-    batch, size = group.batch, group.block_size
-    full = batch.num_done[computed] // size
-    filling = full > batch.num_full[computed]
-    if not filling.any():
-        return
-    slots, until = computed[filling], full[filling]
-    # Decoding fills one block, whose tokens are all among the recent ones; a prefill may fill many.
-    first = batch.num_full[slots]
-    one = (until == first + 1) & (batch.num_tokens[slots] == until * size + 1)
-    for slot, start, end in zip(
-        slots[~one].tolist(), first[~one].tolist(), until[~one].tolist(), strict=True
-    ):
-        _index_blocks(group, slot, start, end)
-    if one.any():
-        _complete_decoded(group, slots[one], until[one])
-    batch.num_full[slots] = until
+def _complete_prefilled(group: Group, plan: Plan, alive: Mask | None) -> None:
+    """Indexes the blocks that chunks have filled."""
+    size = group.block_size
+    for slot, length, end in zip(plan.prefill_slots, plan.prefill_lengths, plan.prefill_ends, strict=True):
+        first, until = (end - length) // size, end // size
+        if first < until and (alive is None or alive[slot]):
+            _index_blocks(group, slot, first, until)
 
 
 def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
     """Indexes blocks whose tokens are in the sequence's log."""
     if not group.limits.enable_prefix_caching:
         return
-    batch = group.batch
-    sequence = batch.sequences[slot]
+    sequence = group.batch.sequences[slot]
     assert sequence is not None
     sequence.extend_hashes(until, group.block_size)
-    _enter(group, batch.table[slot, first:until].tolist(), sequence.hashes[first:until])
+    _enter(group, group.batch.table[slot, first:until].tolist(), sequence.hashes[first:until])
 
 
-def _complete_decoded(group: Group, slots: Slots, until: npt.NDArray[np.int64]) -> None:
-    """One full block for each of ``slots``, from the recent tokens: into the log and the index."""
+def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
+    """The blocks that this step filled, one for about one in block_size of the decoding sequences: into the index, and
+    what fills the ring into the logs."""
     batch, size = group.batch, group.block_size
-    ends = until * size
-    tokens = batch.recent[slots[:, None], (ends[:, None] + np.arange(-size, 0)) % batch.recent.shape[1]]
-    packed = tokens.tobytes()
-    sequences = [batch.sequences[slot] for slot in slots.tolist()]
-    outputs = (ends - batch.num_prompt[slots]).tolist()
-    end_of_row = 0
-    for sequence, num_output in zip(sequences, outputs, strict=True):
-        end_of_row += 4 * size
-        output = sequence.output
-        output.frombytes(packed[end_of_row - 4 * (num_output - len(output)) : end_of_row])
+    slots, num_blocks = plan.filled_slots, plan.filled_blocks
+    if alive is not None:
+        slots, num_blocks = slots[alive[slots]], num_blocks[alive[slots]]
+    for slot in slots[batch.num_tokens[slots] - batch.num_logged[slots] >= batch.recent.shape[1] - size].tolist():
+        batch.flush(slot)
     if not group.limits.enable_prefix_caching:
         return
-    hashes = []
-    for sequence, token_ids, end in zip(sequences, tokens.tolist(), until.tolist(), strict=True):
+    chained, chains = [], []
+    for position, (slot, count) in enumerate(zip(slots.tolist(), num_blocks.tolist(), strict=True)):
+        sequence = batch.sequences[slot]
         assert sequence is not None
-        known = len(sequence.hashes)
-        if known == end - 1 and known:
-            sequence.add_hash(hash_block(sequence.hashes[-1], token_ids))
-        elif known < end:
-            sequence.extend_hashes(end, size)
-        hashes.append(sequence.hashes[end - 1])
-    _enter(group, batch.table[slots, until - 1].tolist(), hashes)
+        if 1 < count == len(sequence.hashes) + 1:
+            chained.append(position)
+            chains.append(sequence.hashes)
+        else:  # a first block, or blocks before it were never hashed
+            batch.flush(slot)
+            _index_blocks(group, slot, count - 1, count)
+    if not chained:
+        return
+    slots, last = slots[chained], num_blocks[chained] - 1
+    positions = (last * size)[:, None] + np.arange(size)
+    tokens = batch.recent[slots[:, None], positions % batch.recent.shape[1]]
+    hashes = hash_blocks([chain[-1] for chain in chains], tokens)
+    for chain, block_hash in zip(chains, hashes, strict=True):
+        chain.append(block_hash)
+    _enter(group, batch.table[slots, last].tolist(), hashes)
 
 
 def _enter(group: Group, blocks: list[int], hashes: list[bytes]) -> None:
@@ -217,12 +205,12 @@ def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> N
     group.finish(sequence, sampling_pb2.FINISH_REASON_STOP, now, stop_token_id=None if is_end else token)
 
 
-def _take_logprobs(group: Group, plan: Plan, result: Result, live: npt.NDArray[np.bool_]) -> None:
+def _take_logprobs(group: Group, plan: Plan, result: Result, alive: Mask | None) -> None:
     """Before the tokens are appended: the sampled one gets the index that the sequence's length gives."""
     batch = group.batch
-    current = set(plan.slots[live].tolist())
+    alive = _alive(batch, plan) if alive is None else alive
     for entry in result.logprobs:
-        sequence = batch.sequences[entry.slot] if entry.slot in current else None
+        sequence = batch.sequences[entry.slot] if alive[entry.slot] else None
         if sequence is None:
             continue
         _take_prompt_logprobs(group, sequence, entry)

@@ -84,7 +84,7 @@ class Group:
     @property
     def pending_tokens(self) -> int:
         """Tokens of sequences that wait or are being prefilled, not yet computed."""
-        left = sum(int(self.batch.num_tokens[s] - self.batch.num_scheduled[s]) for s in self.prefilling)
+        left = sum(int(self.batch.num_tokens[s]) - self.batch.num_scheduled(s) for s in self.prefilling)
         return self.queue.num_tokens + left
 
     @property

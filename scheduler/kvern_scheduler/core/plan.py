@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.v1 import worker_pb2
+from kvern_scheduler.core.batch import Cohort
 from kvern_scheduler.core.requests import Sequence
 
 U32 = npt.NDArray[np.uint32]
@@ -31,6 +32,10 @@ class Plan:
     """One step of a group. Arrays are parallel where their names share the first word."""
 
     step: int
+    decoded: Cohort
+    """The sequences that decode."""
+    sampled: Cohort
+    """The sequences that sample a token: those that end their prompt, then those that decode."""
     released: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     append_slots: U32 = field(default_factory=lambda: EMPTY)
@@ -38,27 +43,37 @@ class Plan:
     append_generations: U32 = field(default_factory=lambda: EMPTY)
     prefill_slots: list[int] = field(default_factory=list)
     prefill_lengths: list[int] = field(default_factory=list)
-    decode_slots: U32 = field(default_factory=lambda: EMPTY)
+    """Those that end their prompt, and sample, come last."""
 
-    # For fold: the computed slots (prefill, then decode), the first ``num_unsampled`` of which sample nothing; then
-    # ``num_prefilled`` that sample their first token after a prefill; then the decoding ones.
-    slots: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    # For fold.
+    prefill_ends: list[int] = field(default_factory=list)
+    """Positions that each chunk's sequence has computed after it."""
+    prefill_attempts: list[int] = field(default_factory=list)
     num_unsampled: int = 0
-    num_prefilled: int = 0
-    attempts: U32 = field(default_factory=lambda: EMPTY)
-    computed_to: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that do not end their prompt."""
+    num_departures: int = 0
+    """Sequences that had left the batch by then: while none leaves, all that is planned is of use."""
+    filled_slots: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Decoding ones that fill a block."""
+    filled_blocks: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """How many blocks each of them has filled then."""
+
+    @property
+    def num_sampled(self) -> int:
+        return self.sampled.size
 
     @property
     def num_computed_tokens(self) -> int:
-        return sum(self.prefill_lengths) + self.decode_slots.size
+        return sum(self.prefill_lengths) + self.decoded.size
 
 
 @dataclass(slots=True)
 class Result:
-    """What a worker answered, already converted. Slots that failed are in ``errors``, and not in ``slots``."""
+    """What a worker answered, already converted. Slots that failed are in ``errors``, and not in ``slots``, which is
+    packed (uint32, little endian)."""
 
     step: int
-    slots: U32
+    slots: bytes
     tokens: npt.NDArray[np.int32]
     errors: list[worker_pb2.SlotError] = field(default_factory=list)
     logprobs: list[worker_pb2.SlotLogprobs] = field(default_factory=list)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvern_scheduler.core.batch import Cohort
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.plan import Entry, Plan
 from kvern_scheduler.core.requests import Sequence, State
@@ -22,42 +23,48 @@ def plan_step(group: Group, now: float) -> Plan | None:
     """The next step, or None when there is nothing to compute or too much in flight. ``now``: Unix seconds."""
     if len(group.in_flight) >= group.limits.max_plans_in_flight:
         return None
-    plan = Plan(group.step + 1)
-    decodes = _grow_decodes(group, plan)
-    budget = group.limits.max_num_batched_tokens - decodes.size
-    chunks = _plan_prefills(group, plan, budget, now) if group.prefilling or group.queue.num_waiting else {}
-    if not decodes.size and not chunks:
+    decoders, grown = _grow_decoders(group)
+    plan = Plan(group.step + 1, decoders, decoders)
+    if grown.size:
+        plan.append_slots = grown.astype(np.uint32)
+        plan.append_blocks = group.batch.table[grown, group.batch.num_blocks[grown] - 1]
+        plan.append_generations = group.pool.generations[plan.append_blocks]
+    chunks: dict[int, int] = {}
+    if group.prefilling or group.queue.num_waiting:
+        budget = group.limits.max_num_batched_tokens - decoders.size
+        chunks = _plan_prefills(group, plan, budget, now)
+    if not decoders.size and not chunks:
         return None
     plan.released, group.released = group.released, []
-    _schedule(group, plan, chunks, decodes)
+    plan.filled_slots = group.batch.schedule(decoders)
+    plan.filled_blocks = group.batch.num_blocks[plan.filled_slots]
+    if chunks:
+        _schedule_chunks(group, plan, chunks)
+    plan.num_departures = group.batch.num_departures
     group.step += 1
     group.in_flight.append(plan)
     return plan
 
 
-def _grow_decodes(group: Group, plan: Plan) -> Slots:
-    """The slots that decode in this step, each with a block for the position it writes."""
+def _grow_decoders(group: Group) -> tuple[Cohort, Slots]:
+    """The sequences that decode in this step, each with a block for the position it writes, and the slots of those that
+    got a new one for it. There are never more than the token budget allows, since slots are not."""
     batch, pool = group.batch, group.pool
     while True:
-        slots = np.flatnonzero(batch.decoding & (batch.num_expected < batch.max_len))
-        slots = slots[: group.limits.max_num_batched_tokens]
-        growing = slots[batch.num_scheduled[slots] >= batch.capacity[slots]]
+        decoders = batch.decoders()
+        growing = decoders.slots[batch.room[decoders.slots] == 0]
         if not growing.size:
-            return slots
+            return decoders, growing
         promised = batch.reserved[growing] > 0
         if growing.size - np.count_nonzero(promised) <= group.num_unreserved:
             break
         victims = np.flatnonzero(batch.active & ~batch.protected)
         group.preempt(batch.worst(victims))
-    blocks = pool.allocate(growing.size)
-    batch.append_blocks(growing, blocks)
+    batch.append_blocks(growing, pool.allocate(growing.size))
     if group.num_reserved:
         batch.reserved[growing[promised]] -= 1
         group.num_reserved -= int(np.count_nonzero(promised))
-    plan.append_slots = growing.astype(np.uint32)
-    plan.append_blocks = blocks
-    plan.append_generations = pool.generations[blocks]
-    return slots
+    return decoders, growing
 
 
 def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[int, int]:
@@ -68,7 +75,7 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
 
     def give(slot: int) -> None:
         nonlocal budget
-        left = int(batch.num_tokens[slot] - batch.num_scheduled[slot])
+        left = int(batch.num_tokens[slot]) - batch.num_scheduled(slot)
         if left > threshold:
             long.append(slot)
         chunk = min(left, threshold, budget)
@@ -88,7 +95,8 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         plan.entries.append(entry)
         give(entry.slot)
     for slot in long:
-        extra = min(int(batch.num_tokens[slot] - batch.num_scheduled[slot]) - chunks.get(slot, 0), budget)
+        left = int(batch.num_tokens[slot]) - batch.num_scheduled(slot)
+        extra = min(left - chunks.get(slot, 0), budget)
         if extra > 0:
             chunks[slot] = chunks.get(slot, 0) + extra
             budget -= extra
@@ -138,25 +146,21 @@ def _prefix_hit(group: Group, sequence: Sequence) -> list[int]:
     return group.pool.match(sequence.hashes, limit)
 
 
-def _schedule(group: Group, plan: Plan, chunks: dict[int, int], decodes: Slots) -> None:
-    """Writes the chunks and decodes into the batch and the plan."""
+def _schedule_chunks(group: Group, plan: Plan, chunks: dict[int, int]) -> None:
+    """Writes the chunks into the batch and the plan. Those that end their prompt sample, and decode from then on."""
     batch = group.batch
     ending: list[int] = []
     for slot, length in chunks.items():
-        batch.num_scheduled[slot] += length
-        if batch.num_scheduled[slot] == batch.num_tokens[slot]:
+        batch.room[slot] -= length
+        if batch.num_scheduled(slot) == batch.num_tokens[slot]:
             ending.append(slot)
-            batch.num_expected[slot] += 1
-            batch.decoding[slot] = True
+            batch.start_decoding(slot)
             del group.prefilling[slot]
     unsampled = [slot for slot in chunks if slot in group.prefilling]
     plan.prefill_slots = unsampled + ending
     plan.prefill_lengths = [chunks[slot] for slot in plan.prefill_slots]
+    plan.prefill_ends = [batch.num_scheduled(slot) for slot in plan.prefill_slots]
+    plan.prefill_attempts = batch.attempt[plan.prefill_slots].tolist()
     plan.num_unsampled = len(unsampled)
-    plan.num_prefilled = len(ending)
-    batch.num_scheduled[decodes] += 1
-    batch.num_expected[decodes] += 1
-    plan.decode_slots = decodes.astype(np.uint32)
-    plan.slots = np.concatenate([np.array(plan.prefill_slots, np.intp), decodes]) if chunks else decodes
-    plan.attempts = batch.attempt[plan.slots]
-    plan.computed_to = batch.num_scheduled[plan.slots]
+    if ending:
+        plan.sampled = batch.cohort(np.concatenate([np.array(ending, np.intp), plan.decoded.slots]))

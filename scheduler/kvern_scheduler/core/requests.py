@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import ROOT_HASH, extra_keys, hash_block
+from kvern.block_hash import extend_hashes
 from kvern.v1 import sampling_pb2
 from kvern_scheduler.core.errors import RequestError
 
@@ -137,7 +137,7 @@ class Sequence:
         self.slot = -1
         self.group: object = None
         self.output = array("i")
-        self.hashes = request.submission.hashes
+        self.hashes = list(request.submission.hashes)
         self.max_len = request.submission.prompt.size + params.max_tokens
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -169,29 +169,17 @@ class Sequence:
         """Prompt and output so far. While running, the batch knows better."""
         return self.num_prompt + len(self.output)
 
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far, [num_tokens]."""
-        output = np.frombuffer(self.output, np.int32) if self.output else np.empty(0, np.int32)
-        return np.concatenate([self.request.submission.prompt, output])
-
-    def add_hash(self, block_hash: bytes) -> None:
-        """The hash of the next full block. The prompt's list is shared by the choices, hence the copy."""
-        if self.hashes is self.request.submission.hashes:
-            self.hashes = list(self.hashes)
-        self.hashes.append(block_hash)
+    def tokens(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
+        """Of prompt and output so far, the positions from ``start`` to before ``end``."""
+        prompt = self.request.submission.prompt
+        output = self.output[max(0, start - prompt.size) : None if end is None else max(0, end - prompt.size)]
+        return np.concatenate([prompt[start:end], np.array(output, np.int32)])
 
     def extend_hashes(self, num_blocks: int, size: int) -> None:
         """Completes the hashes of the first ``num_blocks`` blocks, whose tokens are in the log."""
-        submission = self.request.submission
-        while len(self.hashes) < num_blocks:
-            index = len(self.hashes)
-            start = index * size - submission.prompt.size
-            if start >= 0:
-                tokens = self.output[start : start + size].tolist()
-            else:
-                tokens = [*submission.prompt[start:].tolist(), *self.output[: start + size].tolist()][:size]
-            parent = self.hashes[-1] if self.hashes else ROOT_HASH
-            self.add_hash(hash_block(parent, tokens, extra_keys(submission.cache_salt, index)))
+        start, end = len(self.hashes) * size, num_blocks * size
+        if start < end:
+            extend_hashes(self.hashes, self.tokens(start, end), size, self.request.submission.cache_salt)
 
 
 def sequence_seed(request_seed: int, choice: int) -> int:

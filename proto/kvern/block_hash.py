@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 HASH_BYTES = 32
-
-
 ROOT_HASH = hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
@@ -39,8 +37,8 @@ def _encode_blocks(blocks: npt.NDArray[np.int32]) -> list[bytes]:
     words = (_HEADS[form] + blocks.ravel().astype(np.uint64)).astype(">u8")
     packed = words.view(np.uint8).reshape(-1, 8)[_KEPT[form]].tobytes()
     ends = _WIDTHS[form].reshape(blocks.shape).sum(axis=1).cumsum().tolist()
-    size = blocks.shape[1]
-    head = bytes((0x80 + size,)) if size < 24 else b"\x98%c" % size if size < 256 else b"\x99" + size.to_bytes(2, "big")
+    # A zero takes one byte.
+    head = cbor2.dumps((0,) * blocks.shape[1], canonical=True)[: -blocks.shape[1]]
     return [head + packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 

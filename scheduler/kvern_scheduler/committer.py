@@ -188,7 +188,7 @@ class Committer:
                 self._instance_of(group),
                 np.concatenate([e.blocks for e in entries]),
                 np.concatenate([e.generations for e in entries]),
-                b"".join(block_hash for e in entries for block_hash in e.hashes),
+                b"".join([e.hashes for e in entries]),
             )
             for group, entries in by_group.items()
         ]

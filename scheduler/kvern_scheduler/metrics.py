@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvern.rpc.buckets import COUNTS, LABELS, REQUEST_SECONDS, TOKENS
 from kvern.v1 import error_pb2
@@ -26,6 +28,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._engine: Engine | None = None
         self._labels: tuple[str, str] = ("", "0")
+        # Counted at every step, so in plain numbers: a library's histogram costs a lock and a few calls.
+        self._steps_by_tokens = [0] * (len(TOKENS) + 1)
+        self._computed_tokens = 0
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(f"vllm:{name}", text, LABELS, buckets=tuple(buckets), registry=self.registry)
@@ -46,7 +51,6 @@ class Metrics:
             "request_prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache", TOKENS
         )
         self._preempted = histogram("request_num_preemptions", "Preemptions", (0, *COUNTS))
-        self._iteration = histogram("iteration_tokens_total", "Tokens computed per step", TOKENS)
         self.named("")
 
     def watch(self, engine: Engine) -> None:
@@ -57,12 +61,12 @@ class Metrics:
     def named(self, model_name: str) -> None:
         """The label that all series bear."""
         self._labels = (model_name, "0")
-        # Looked up once: labels() costs more than counting.
-        self._observe_step = self._iteration.labels(*self._labels).observe
 
     def stepped(self, plan: Plan) -> None:
         """A step's result was folded."""
-        self._observe_step(plan.num_computed_tokens)
+        computed = plan.num_computed_tokens
+        self._steps_by_tokens[bisect_left(TOKENS, computed)] += 1
+        self._computed_tokens += computed
 
     def refused(self, error: RequestError) -> None:
         reason = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
@@ -87,10 +91,20 @@ class Metrics:
             lengths = [s.finish.num_output_tokens for s in sequence.request.sequences if s.finish is not None]
             self._longest.labels(*labels).observe(max(lengths))
 
+    def _collect_steps(self) -> Metric:
+        steps = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed per step", labels=LABELS
+        )
+        bounds = [*map(str, TOKENS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._steps_by_tokens), strict=True))
+        steps.add_metric(self._labels, buckets, self._computed_tokens)
+        return steps
+
     def collect(self) -> Iterable[Metric]:
         """What a scrape reads from the running state."""
         if self._engine is None:
             return
+        yield self._collect_steps()
         cell, timings = self._engine.cell, self._engine.timings
         groups = list(cell.groups.values())
 

@@ -166,11 +166,11 @@ class Worker:
         entries = self._index.pop(self.instance_id, None)
         if entries is None:
             return
-        valid = np.flatnonzero(generations[entries.blocks] == entries.generations).tolist()
+        valid = np.flatnonzero(generations[entries.blocks] == entries.generations)
         group.pool.restore(
-            entries.blocks[valid].tolist(),
-            [entries.hashes[32 * i : 32 * i + 32] for i in valid],
-            entries.generations[valid].tolist(),
+            entries.blocks[valid],
+            [entries.hashes[32 * i : 32 * i + 32] for i in valid.tolist()],
+            entries.generations[valid],
         )
 
     async def _read(self) -> worker_pb2.ExecuteResponse:

@@ -1,5 +1,9 @@
 """Block hashes equal the published values of vLLM's `sha256_cbor` and chain as they should."""
 
+import hashlib
+
+import cbor2
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,3 +40,27 @@ def test_a_salt_changes_every_block_after_it():
 def test_a_torn_hash_list_is_refused():
     with pytest.raises(ValueError, match="33 bytes"):
         block_hash.split_hashes(b"x" * 33)
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1)), min_size=24, max_size=24),
+    st.sampled_from([1, 2, 23, 24]),
+    st.sampled_from(["", "salt"]),
+)
+def test_hashes_are_of_canonical_cbor(token_ids, block_size, salt):
+    parent, expected = block_hash.ROOT_HASH, []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        extra = (("cache_salt", salt),) if salt and not expected else None
+        value = (parent, tuple(token_ids[start : start + block_size]), extra)
+        parent = hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+        expected.append(parent)
+    assert block_hash.hash_prompt(token_ids, block_size, salt) == expected
+    blocks = np.array(token_ids[block_size : len(expected) * block_size], np.int32).reshape(-1, block_size)
+    assert block_hash.hash_blocks(expected, blocks) == expected[1:]
+
+
+def test_blocks_of_any_size_are_hashed():
+    for size in (255, 256, 70_000):
+        value = (block_hash.ROOT_HASH, (7,) * size, None)
+        expected = hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+        assert block_hash.hash_prompt([7] * size, size) == [expected]

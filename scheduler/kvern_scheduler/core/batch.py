@@ -224,7 +224,8 @@ class Batch:
         room = self.room[decoders.slots] - 1
         self.room[decoders.slots] = room
         self._plans_left -= 1
-        return decoders.slots[room == 0]
+        filled: npt.NDArray[np.intp] = decoders.slots[room == 0]
+        return filled
 
     def worst(self, candidates: npt.NDArray[np.intp]) -> int:
         """The one of ``candidates`` (slots) to preempt first: least important, then newest."""

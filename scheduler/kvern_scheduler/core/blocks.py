@@ -36,7 +36,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._indexed = np.zeros(num_blocks, bool)
 
     @property
@@ -103,24 +103,23 @@ class BlockPool:
             self._cached.pop(block, None)
         self._readers[blocks] += 1
 
-    def enter(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+    def enter(self, blocks: U32, hashes: Sequence[bytes]) -> list[int]:
         """Indexes held blocks whose content is final. Returns the positions in ``blocks`` of those that were taken:
         one whose hash is known already, by another block, or that is indexed itself, is not."""
         index, known = self._index, self._hashes
         entered = []
-        for position, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
-            if block_hash not in index and block not in known:
-                index[block_hash] = block
+        for position, (block, block_hash) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
+            if known[block] is None and index.setdefault(block_hash, block) == block:
                 known[block] = block_hash
                 entered.append(position)
-        self._indexed[[blocks[position] for position in entered]] = True
+        self._indexed[blocks[entered]] = True
         return entered
 
-    def restore(self, blocks: Sequence[int], hashes: Sequence[bytes], generations: Sequence[int]) -> None:
+    def restore(self, blocks: U32, hashes: Sequence[bytes], generations: U32) -> None:
         """Indexes blocks that a worker's inventory vouches for, least recently used first. Only while nothing is held.
         Known hashes and blocks are left as they are."""
         self.generations[blocks] = generations
-        self._cached.update((blocks[position], None) for position in self.enter(blocks, hashes))
+        self._cached.update((block, None) for block in blocks[self.enter(blocks, hashes)].tolist())
         self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in self._cached]
 
     def drop_index(self) -> None:
@@ -128,11 +127,13 @@ class BlockPool:
         self._free.extend(self._cached)
         self._cached.clear()
         self._index.clear()
-        self._hashes.clear()
+        self._hashes = [None] * self.num_blocks
         self._indexed[:] = False
 
     def _forget(self, block: int) -> None:
-        del self._index[self._hashes.pop(block)]
+        block_hash, self._hashes[block] = self._hashes[block], None
+        assert block_hash is not None
+        del self._index[block_hash]
         self._indexed[block] = False
 
     def adds_up(self) -> bool:
@@ -160,9 +161,10 @@ class BlockPool:
             raise IntegrityError(
                 f"{len(free)} free + {len(cached)} cached + {len(held)} held is not {self.num_blocks}"
             )
-        if {block: h for h, block in self._index.items()} != self._hashes:
+        hashes = {block: h for block, h in enumerate(self._hashes) if h is not None}
+        if {block: h for h, block in self._index.items()} != hashes:
             raise IntegrityError("the index and the blocks' hashes differ")
-        if set(np.flatnonzero(self._indexed).tolist()) != set(self._hashes):
+        if set(np.flatnonzero(self._indexed).tolist()) != hashes.keys():
             raise IntegrityError("the indexed flags and the blocks' hashes differ")
-        if not cached <= set(self._hashes):
+        if not cached <= hashes.keys():
             raise IntegrityError("a cached block has no hash")

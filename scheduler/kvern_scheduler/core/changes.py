@@ -38,7 +38,8 @@ class Indexed:
     group: int
     blocks: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint32]
-    hashes: list[bytes]
+    hashes: bytes
+    """32 bytes a block."""
 
 
 @dataclass(slots=True)

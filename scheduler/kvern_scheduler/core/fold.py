@@ -89,9 +89,7 @@ def _sampled(
         raise ProtocolError(f"step {plan.step}: sampled slots are not those of the plan")
     # A negative one is a large one, too.
     if np.count_nonzero(tokens.view(np.uint32) >= batch.vocab_size):
-        raise ProtocolError(
-            f"step {plan.step} sampled a token outside the vocabulary of {batch.vocab_size}"
-        )
+        raise ProtocolError(f"step {plan.step} sampled a token outside the vocabulary of {batch.vocab_size}")
     if alive is not None:
         keep = alive[sampled.slots]
         return sampled.only(keep), tokens[keep]
@@ -149,7 +147,7 @@ def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
     sequence = group.batch.sequences[slot]
     assert sequence is not None
     sequence.extend_hashes(until, group.block_size)
-    _enter(group, group.batch.table[slot, first:until].tolist(), sequence.hashes[first:until])
+    _enter(group, group.batch.table[slot, first:until], sequence.hashes[first:until])
 
 
 def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
@@ -159,7 +157,9 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
     slots, num_blocks = plan.filled_slots, plan.filled_blocks
     if alive is not None:
         slots, num_blocks = slots[alive[slots]], num_blocks[alive[slots]]
-    for slot in slots[batch.num_tokens[slots] - batch.num_logged[slots] >= batch.recent.shape[1] - size].tolist():
+    for slot in slots[
+        batch.num_tokens[slots] - batch.num_logged[slots] >= batch.recent.shape[1] - size
+    ].tolist():
         batch.flush(slot)
     if not group.limits.enable_prefix_caching:
         return
@@ -181,18 +181,16 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
     hashes = hash_blocks([chain[-1] for chain in chains], tokens)
     for chain, block_hash in zip(chains, hashes, strict=True):
         chain.append(block_hash)
-    _enter(group, batch.table[slots, last].tolist(), hashes)
+    _enter(group, batch.table[slots, last], hashes)
 
 
-def _enter(group: Group, blocks: list[int], hashes: list[bytes]) -> None:
+def _enter(group: Group, blocks: npt.NDArray[np.uint32], hashes: list[bytes]) -> None:
     """Indexes full, computed blocks, and tells the store of those that were new."""
     entered = group.pool.enter(blocks, hashes)
     if entered:
-        indexed = [blocks[i] for i in entered]
-        generations = group.pool.generations[indexed]
-        group.changes.indexed.append(
-            Indexed(group.index, np.array(indexed, np.uint32), generations, [hashes[i] for i in entered])
-        )
+        indexed = blocks[entered]
+        packed = b"".join([hashes[i] for i in entered])
+        group.changes.indexed.append(Indexed(group.index, indexed, group.pool.generations[indexed], packed))
 
 
 def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> None:

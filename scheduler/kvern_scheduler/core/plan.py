@@ -59,10 +59,6 @@ class Plan:
     """How many blocks each of them has filled then."""
 
     @property
-    def num_sampled(self) -> int:
-        return self.sampled.size
-
-    @property
     def num_computed_tokens(self) -> int:
         return sum(self.prefill_lengths) + self.decoded.size
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvern_scheduler.core.requests import CHOICE_BITS
 from kvern_scheduler.store.base import (
@@ -21,6 +22,8 @@ from kvern_scheduler.store.base import (
 )
 
 _COMPACT_AFTER = 64
+# What the index knows of a block, at the place of its number.
+_BLOCK = np.dtype([("known", "?"), ("generation", "<u4"), ("hash", "V32")])
 
 
 class MemoryStore:
@@ -44,7 +47,7 @@ class MemoryStore:
         self._logs: dict[int, bytearray] = {}
         self._logprobs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
-        self._index: dict[str, dict[int, tuple[int, bytes]]] = {}
+        self._index: dict[str, npt.NDArray[np.void]] = {}
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
         left = self._expiry - self._clock()
@@ -98,15 +101,7 @@ class MemoryStore:
         for instance in delta.dropped:
             self._index.pop(instance, None)
         for entries in delta.indexed:
-            index = self._index.setdefault(entries.instance, {})
-            hashes = [entries.hashes[i : i + 32] for i in range(0, len(entries.hashes), 32)]
-            index.update(
-                zip(
-                    entries.blocks.tolist(),
-                    zip(entries.generations.tolist(), hashes, strict=True),
-                    strict=True,
-                )
-            )
+            self._enter(entries)
         return CommitStatus.OK
 
     async def load(self) -> State:
@@ -124,16 +119,27 @@ class MemoryStore:
             if rid in state.requests:
                 state.requests[rid].logprobs[choice] = bytes(packed)
         for instance, index in self._index.items():
+            blocks = index["known"].nonzero()[0]
             state.index[instance] = IndexEntries(
                 instance,
-                np.array(list(index), np.uint32),
-                np.array([generation for generation, _ in index.values()], np.uint32),
-                b"".join(block_hash for _, block_hash in index.values()),
+                blocks.astype(np.uint32),
+                index["generation"][blocks],
+                index["hash"][blocks].tobytes(),
             )
         return state
 
     async def close(self) -> None:
         pass
+
+    def _enter(self, entries: IndexEntries) -> None:
+        index = self._index.get(entries.instance, np.empty(0, _BLOCK))
+        missing = int(entries.blocks.max(initial=0)) + 1 - index.size
+        if missing > 0:
+            index = np.concatenate([index, np.zeros(max(missing, index.size), _BLOCK)])
+            self._index[entries.instance] = index
+        index["known"][entries.blocks] = True
+        index["generation"][entries.blocks] = entries.generations
+        index["hash"][entries.blocks] = np.frombuffer(entries.hashes, "V32")
 
     def _compact(self) -> None:
         """Sorts the arrays of the last commits into the sequences' logs."""

@@ -115,7 +115,7 @@ def _compile(target: Path) -> None:
         have = [f"-DHAVE_{isa}" for isa in built]
         linked = work / "kernels.so"
         objects = [str(work / f"{isa}.o") for isa in built]
-        common = [str(SOURCES / f"{name}.cpp") for name in ("kernels", "decoder", "pool")]
+        common = [str(SOURCES / f"{name}.cpp") for name in ("kernels", "decoder", "pool", "measure")]
         link = [compiler, *FLAGS, *have, "-shared", "-o", str(linked), *common, *objects]
         done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:

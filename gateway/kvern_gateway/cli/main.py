@@ -341,6 +341,41 @@ def bench_chaos(
     raise typer.Exit(benchmark.exit_code(result))
 
 
+@bench.command("make-model")
+def bench_make_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write it")],
+    like: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-toy or qwen3-moe-toy")] = "qwen3-0.6b",
+    quantization: Annotated[str, typer.Option(help="none (bfloat16), gptq, awq or w8a8")] = "none",
+    seed: Annotated[int, typer.Option(help="Of the weights")] = 0,
+) -> None:
+    """Write a model with a known shape and random weights, to measure with."""
+    from kvern_gateway.cli.make_model import make_model
+
+    try:
+        made = make_model(folder, like, quantization, seed)
+    except (ValueError, OSError) as error:
+        _fail(error)
+    print(f"{made.path}: {made.parameters / 1e6:.1f} M parameters, {made.num_bytes / 1e9:.2f} GB")
+
+
+@bench.command("kernels")
+def bench_kernels(
+    only: Annotated[str | None, typer.Option(help="Kernels whose name contains this")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Time of each kernel, the share of this machine's limit that it reaches, and the ratio to torch's own op."""
+    import json
+
+    try:
+        from kvern_kernels import bench as benchmark
+    except ImportError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(benchmark.run(only)))
+    else:
+        benchmark.report(only)
+
+
 def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> dict[str, Any]:
     import json
 

@@ -1,0 +1,179 @@
+"""`kvern bench kernels`: time per kernel and shape beside what the machine could do at best.
+
+The limits are measured in the same run: read bandwidth (all threads, eight streams each) and the rate of torch's
+prepacked matrix product. A kernel's own limit is the larger of its bytes ÷ bandwidth and its operations ÷ rate.
+Weights are as many copies as do not fit a cache. Of many runs the fastest counts, kernel and torch in turns, since
+neighbours only ever make one slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvern_kernels as kernels
+
+LINEARS = {"gate_up": (6144, 1024), "down": (1024, 3072)}  # of Qwen3-0.6B: outputs, inputs
+ROWS = (1, 8, 32, 1024)
+COLD_BYTES = 384 << 20
+SECONDS = 0.6  # for each kernel and shape
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one shape; `operations` counts multiply-adds twice, `rate` names the limit they meet."""
+
+    kernel: str
+    shape: str
+    bytes: int
+    operations: int
+    rate: str
+    prepare: Callable[[], tuple[Run, Run | None]]  # what runs the kernel, and torch's own op
+
+
+@dataclass(frozen=True)
+class Limits:
+    bytes_per_s: float
+    rates: dict[str, float]  # operations per second of float32, bfloat16 and int8 products
+
+    def seconds(self, case: Case) -> float:
+        return max(case.bytes / self.bytes_per_s, case.operations / self.rates[case.rate])
+
+
+def fastest(*runs: Run, seconds: float = SECONDS) -> list[float]:
+    """The shortest time of each, in seconds; they take turns until `seconds` have passed."""
+    best = [float("inf")] * len(runs)
+    until = time.perf_counter() + seconds
+    for turn in itertools.count():
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            run()
+            if turn:
+                best[i] = min(best[i], time.perf_counter() - start)
+        if turn > 2 and time.perf_counter() > until:
+            return best
+    raise AssertionError
+
+
+def measure_limits() -> Limits:
+    """Read bandwidth in parts of 8 MiB of a memory that fits no cache, and torch's products at 512 x 2048 x 2048."""
+    memory = torch.ones(COLD_BYTES, dtype=torch.uint8)
+    parts = itertools.cycle(memory.split(min(8 << 20, COLD_BYTES)))
+    m, n = 512, 2048
+    x, weight = torch.randn(m, n), torch.randn(n, n)
+    codes = torch.randint(-127, 128, (n, n), dtype=torch.int8)
+    read, *times = fastest(
+        lambda: _read(next(parts)),
+        lambda: torch.nn.functional.linear(x, weight),
+        prepacked(x.bfloat16(), weight.bfloat16()),
+        lambda: torch._int_mm(codes[:m], codes.T),
+        seconds=6 * SECONDS,
+    )
+    names = ("float32", "bfloat16", "int8")
+    rates = {name: 2 * m * n * n / t for name, t in zip(names, times, strict=True)}
+    return Limits(min(8 << 20, COLD_BYTES) / read, rates)
+
+
+def _read(memory: Tensor) -> None:
+    try:
+        from kvern_kernels import cpu
+    except ImportError:
+        memory.sum()
+    else:
+        cpu._library.kvern_read(torch.get_num_threads(), memory.data_ptr(), memory.numel())
+
+
+def prepacked(x: Tensor, weight: Tensor) -> Run:
+    """torch's fastest linear on this machine: oneDNN with weights in its own layout where torch has it."""
+    if not torch.backends.mkldnn.is_available():
+        return lambda: torch.nn.functional.linear(x, weight)
+    ours = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
+    return lambda: torch.ops.mkldnn._linear_pointwise(x, ours, None, "none", [], "")
+
+
+def linear_cases() -> Iterator[Case]:
+    for (name, (n, k)), kind in itertools.product(LINEARS.items(), FORMATS):
+        packed: list[Any] = []  # shared by the cases of all row counts, filled by the first that is measured
+        for m in ROWS:
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            yield Case(
+                kernel=f"linear {kind}",
+                shape=f"{name} {m}x{n}x{k}",
+                bytes=int(n * k * BITS[kind] / 8) + m * (n + k) * dtype.itemsize,
+                operations=2 * m * n * k,
+                rate=RATES.get(kind, "bfloat16"),
+                prepare=partial(_prepare_linear, kind, m, n, k, dtype, packed),
+            )
+
+
+def _prepare_linear(
+    kind: str, m: int, n: int, k: int, dtype: torch.dtype, packed: list[Any]
+) -> tuple[Run, Run]:
+    if not packed:
+        packed.append(FORMATS[kind](n, k))
+        packed += [FORMATS[kind](n, k) for _ in range(COLD_BYTES // packed[0].num_bytes)]
+    x = torch.randn(m, k).to(dtype)
+    weights = itertools.cycle(packed)
+    copies = 1 + COLD_BYTES // (n * k * dtype.itemsize) if m < 64 else 1
+    theirs = itertools.cycle([prepacked(x, torch.randn(n, k).to(dtype)) for _ in range(copies)])
+    return lambda: kernels.linear(x, next(weights)), lambda: next(theirs)()
+
+
+FORMATS: dict[str, Callable[[int, int], Any]] = {
+    "float32": lambda n, k: kernels.pack_linear(torch.randn(n, k)),
+    "bfloat16": lambda n, k: kernels.pack_linear(torch.randn(n, k).bfloat16()),
+}
+BITS = {"float32": 32, "bfloat16": 16}  # that a weight takes
+RATES = {"float32": "float32"}
+CASES: list[Callable[[], Iterator[Case]]] = [linear_cases]
+
+
+def measure(only: str | None, limits: Limits) -> Iterator[dict[str, Any]]:
+    for case in itertools.chain.from_iterable(cases() for cases in CASES):
+        if only and only not in f"{case.kernel} {case.shape}":
+            continue
+        ours, *theirs = fastest(*[run for run in case.prepare() if run is not None])
+        limit = limits.seconds(case)
+        yield {
+            "kernel": case.kernel,
+            "shape": case.shape,
+            "us": round(ours * 1e6, 1),
+            "limit_us": round(limit * 1e6, 1),
+            "limit_fraction": round(limit / ours, 3),
+            "torch_ratio": round(theirs[0] / ours, 2) if theirs else None,
+            "gb_per_s": round(case.bytes / ours / 1e9, 1),
+            "gflop_per_s": round(case.operations / ours / 1e9, 1),
+        }
+
+
+def run(only: str | None = None) -> list[dict[str, Any]]:
+    """One dict per kernel and shape; `only` keeps those whose name contains it."""
+    return list(measure(only, measure_limits()))
+
+
+def report(only: str | None = None) -> None:
+    """Print a table, line by line as it is measured."""
+    limits = measure_limits()
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in limits.rates.items())
+    print(
+        f"{torch.get_num_threads()} threads read {limits.bytes_per_s / 1e9:.1f} GB/s; GFLOP/s of torch: {rates}\n"
+    )
+    print(
+        f"{'kernel':24}{'shape':26}{'µs':>10}{'limit':>10}{'reached':>9}{'GB/s':>8}{'GFLOP/s':>9}{'× torch':>9}"
+    )
+    for row in measure(only, limits):
+        ratio = "" if row["torch_ratio"] is None else f"{row['torch_ratio']:.2f}"
+        print(
+            f"{row['kernel']:24}{row['shape']:26}{row['us']:10.1f}{row['limit_us']:10.1f}"
+            f"{row['limit_fraction']:9.0%}{row['gb_per_s']:8.1f}{row['gflop_per_s']:9.0f}{ratio:>9}",
+            flush=True,
+        )

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvern.rpc.buckets import COUNTS, INTER_TOKEN, LABELS, REQUEST_SECONDS, TIME_TO_FIRST_TOKEN, TOKENS
+from kvern.rpc.metrics import COUNTS, INTER_TOKEN, LABELS, REQUEST_SECONDS, TIME_TO_FIRST_TOKEN, TOKENS
 
 
 class Histogram:

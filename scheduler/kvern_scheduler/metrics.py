@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from kvern.rpc.buckets import COUNTS, LABELS, REQUEST_SECONDS, TOKENS
+from kvern.rpc.metrics import COUNTS, LABELS, REQUEST_SECONDS, TOKENS
 from kvern.v1 import error_pb2
 from kvern_scheduler.core.errors import RequestError
 from kvern_scheduler.core.group import Group

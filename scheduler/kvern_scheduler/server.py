@@ -14,9 +14,9 @@ import uuid
 from typing import Any
 
 import uvloop
-from prometheus_client import start_http_server
 
 from kvern.rpc.flags import port, positive, redis_url
+from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import session_pb2_grpc
 from kvern_scheduler.committer import Committer, Fenced
@@ -107,6 +107,10 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     server = Server([SERVICE_NAME])
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(args.listen)
+    metrics = Metrics()
+    if args.metrics_port:
+        # A standby's too: it must not find the port taken when it is to lead.
+        serve_metrics(metrics.registry, args.metrics_host, args.metrics_port)
     engine: Engine | None = None
     starting: list[asyncio.Task[Any]] = []
     computing: list[asyncio.Task[None]] = []
@@ -121,7 +125,6 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         if stop.is_set():
             return
         leadership = leading.result()
-        metrics = Metrics()
         engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
         metrics.watch(engine)
         engine.committer = Committer(
@@ -142,8 +145,6 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         servicer.lead(engine, workers, leadership.epoch)
         computing.append(asyncio.create_task(engine.tick()))
         computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.index)))
-        if args.metrics_port:
-            start_http_server(args.metrics_port, args.metrics_host, registry=metrics.registry)
         log.info(
             "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s",
             args.cell,

@@ -88,6 +88,10 @@ def up(
         bool | None,
         typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of equal prefixes"),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_535, help="The scheduler's metrics; the gateway's are on the HTTP port"),
+    ] = None,
     load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,

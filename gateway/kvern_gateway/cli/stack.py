@@ -47,6 +47,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "long_prefill_token_threshold",
         "enable_prefix_caching",
+        "metrics_port",
     ),
     "gateway": (),
 }

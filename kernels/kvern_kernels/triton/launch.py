@@ -7,6 +7,7 @@ so that a CUDA graph can hold it. `record` proves that: it runs a launcher on te
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,10 +59,17 @@ class Launch:
 
 _recorded: list[Launch] | None = None
 _pretended: Chip | None = None
+_invariant = os.environ.get("KVERN_BATCH_INVARIANT") == "1"
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    /,
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
 ) -> None:
     """Run `kernel` over `grid` (nothing for an empty one). Python floats and ints arrive as scalars."""
     if 0 in grid:
@@ -95,6 +103,22 @@ def pretend(chip: Chip) -> Iterator[None]:
         yield
     finally:
         _pretended = before
+
+
+def batch_invariant() -> bool:
+    """Whether a row's bits may depend neither on its neighbours nor on being part of a prefill chunk."""
+    return _invariant
+
+
+def use_batch_invariant(on: bool) -> None:
+    """Set what `batch_invariant` says; KVERN_BATCH_INVARIANT=1 sets it at the start."""
+    global _invariant
+    _invariant = on
+
+
+def fusion_options(invariant: bool) -> dict[str, Any]:
+    """Compiler options: in invariant mode one kernel may not fuse a multiply-add that another does not."""
+    return {"enable_fp_fusion": False} if invariant else {}
 
 
 def interpreted() -> bool:

@@ -16,10 +16,19 @@ if not torch.cuda.is_available():
         raise ImportError(f"{why} (TRITON_INTERPRET=1 runs the kernels, slowly, on CPU tensors)")
 
 from kvern_kernels.triton.activations import gelu_and_mul, silu_and_mul
+from kvern_kernels.triton.attention import merge_attention, paged_attention
 from kvern_kernels.triton.launch import chip, interpreted
 
 NAME = f"triton/{'interpreter' if interpreted() else chip().name}"
 DEVICES = ("cpu", "cuda") if interpreted() else ("cuda",)
 ONLY_WHEN_ASKED = interpreted()  # far too slow to be anyone's default
 
-__all__ = ["DEVICES", "NAME", "ONLY_WHEN_ASKED", "gelu_and_mul", "silu_and_mul"]
+__all__ = [
+    "DEVICES",
+    "NAME",
+    "ONLY_WHEN_ASKED",
+    "gelu_and_mul",
+    "merge_attention",
+    "paged_attention",
+    "silu_and_mul",
+]

@@ -1,16 +1,47 @@
 """Kernels run in Triton's interpreter here, on CPU tensors, unless the machine has a GPU."""
 
+import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from triton import knobs
+
+
+def _interpret() -> None:
+    """Import triton (again) as an interpreter, without a change of the environment for other tests' processes."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
+        del sys.modules[name]
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+
+    del os.environ["TRITON_INTERPRET"]
+    knobs.propagate_env = False
+    knobs.runtime.interpret = True
+    knobs.propagate_env = True
+    _multiply_bfloat16()
+
+
+def _multiply_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as bits, and its matrix product takes them for integers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    product = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        a, b = (
+            self.cast_impl(x, tl.block_type(tl.float32, list(x.data.shape))) if x.dtype == tl.bfloat16 else x
+            for x in (a, b)
+        )
+        return product(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
 
 if not torch.cuda.is_available():
-    knobs.propagate_env = False  # processes that other tests start are to compute as usual
-    knobs.runtime.interpret = True  # read when a kernel is defined, so before it is imported
-    knobs.propagate_env = True
+    _interpret()
 
 
 @pytest.fixture

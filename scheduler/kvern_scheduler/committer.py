@@ -170,6 +170,7 @@ class Committer:
                     last=False,
                     retain_s=self._retention_s if request.submission.resumable else UNNAMED_RETENTION_S,
                     num_choices=request.submission.n,
+                    name=request.key,
                 )
             )
         _mark_last(changes, delta)

@@ -75,9 +75,7 @@ class Engine:
         try:
             self._check_handles(session, pb.handle, pb.n or 1)
             if self.committer.stalled:
-                raise RequestError(
-                    error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500
-                )
+                raise store_is_away()
             if pb.resumes and self.cell.find(pb.tenant, pb.request_id) is None:
                 raise _not_found(pb.request_id)
             request, new = self.cell.submit(submission_from_pb(pb), self.clock())
@@ -356,6 +354,10 @@ class Engine:
             self._session_of = np.concatenate([self._session_of, np.full(size, -1, np.int32)])
             self._handle_of = np.concatenate([self._handle_of, np.zeros(size, np.uint32)])
             self._committed = np.concatenate([self._committed, np.zeros(size, np.uint32)])
+
+
+def store_is_away() -> RequestError:
+    return RequestError(error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500)
 
 
 def _taken_over() -> RequestError:

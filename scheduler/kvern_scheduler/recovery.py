@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections.abc import Sequence
 
 import grpc.aio
 
@@ -13,7 +14,7 @@ from kvern.v1 import session_pb2, session_pb2_grpc
 from kvern_scheduler.convert import finish_from_pb, submission_from_pb, unpack_logprobs
 from kvern_scheduler.core.requests import Request, State
 from kvern_scheduler.engine import Engine
-from kvern_scheduler.store.base import Held, Leadership, Store, StoredRequest, StoreUnavailable
+from kvern_scheduler.store.base import Held, Leadership, Name, Store, StoredRequest, StoreUnavailable
 from kvern_scheduler.store.base import State as StoredState
 
 PROBE_TIMEOUT_S = 0.3
@@ -90,12 +91,36 @@ async def load(store: Store) -> StoredState:
 
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:
-    """Unfinished requests queue again, with the outputs that were committed; finished ones stay readable."""
+    """Requests that have not ended queue again, with the outputs that were committed."""
     engine.cell.skip_rids(max(leadership.next_rid, state.next_rid))
     for stored in sorted(state.requests.values(), key=lambda stored: stored.rid):
-        request = request_from_store(stored, engine.clock())
-        committed = {choice: tokens.size for choice, tokens in stored.tokens.items()}
-        engine.adopt(request, committed)
+        _adopt(engine, stored)
+
+
+def _adopt(engine: Engine, stored: StoredRequest) -> None:
+    request = request_from_store(stored, engine.clock())
+    engine.adopt(request, {choice: tokens.size for choice, tokens in stored.tokens.items()})
+
+
+class Archive:
+    """The requests that ended under earlier leaders. They cost a take-over nothing: one is read from the store when
+    somebody asks for it by name, until the last one's retention is over."""
+
+    def __init__(self, engine: Engine, store: Store, retained_s: float) -> None:
+        self._engine = engine
+        self._store = store
+        self._until = engine.clock() + retained_s
+
+    def may_know(self, name: Name) -> bool:
+        """Whether ``recall`` must be asked before anything is said of this name."""
+        return self._engine.clock() < self._until and self._engine.cell.find(*name) is None
+
+    async def recall(self, names: Sequence[Name]) -> None:
+        """Has the cell know those of the requests that there are. Raises StoreUnavailable."""
+        for stored in await self._store.find(names):
+            submit = session_pb2.Submit.FromString(stored.record)
+            if self._engine.cell.find(submit.tenant, submit.request_id) is None:
+                _adopt(self._engine, stored)
 
 
 def request_from_store(stored: StoredRequest, now: float) -> Request:

@@ -23,9 +23,9 @@ from kvern_scheduler.committer import Committer, Fenced
 from kvern_scheduler.core.group import Limits
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.metrics import Metrics
-from kvern_scheduler.recovery import acquire, adopt, load
+from kvern_scheduler.recovery import Archive, acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
-from kvern_scheduler.store.base import IndexEntries, Store
+from kvern_scheduler.store.base import Store
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.workers import Worker
 
@@ -140,11 +140,14 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             return
         state = loading.result()
         adopt(engine, state, leadership)
-        workers = [Worker(engine, address, leadership.epoch, state.index) for address in args.worker]
+        workers = [
+            Worker(engine, address, leadership.epoch, state.instances, store.load_index)
+            for address in args.worker
+        ]
         computing += [asyncio.create_task(worker.run()) for worker in workers]
-        servicer.lead(engine, workers, leadership.epoch)
+        servicer.lead(engine, workers, leadership.epoch, Archive(engine, store, state.retained_s))
         computing.append(asyncio.create_task(engine.tick()))
-        computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.index)))
+        computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.instances)))
         log.info(
             "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s",
             args.cell,
@@ -177,16 +180,14 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _watch_workers(
-    server: Server, engine: Engine, workers: list[Worker], index: dict[str, IndexEntries]
-) -> None:
-    """SERVING while a worker is ready. Once all are, instances in ``index`` that none of them has taken are no more."""
+async def _watch_workers(server: Server, engine: Engine, workers: list[Worker], indexed: set[str]) -> None:
+    """SERVING while a worker is ready. Once all are, instances in ``indexed`` that none of them is are no more."""
     serving = False
     while True:
-        if index and all(worker.ready for worker in workers):
-            for instance in index:
+        if indexed and all(worker.ready for worker in workers):
+            for instance in sorted(indexed):
                 engine.committer.drop_instance(instance)
-            index.clear()
+            indexed.clear()
         if any(worker.ready for worker in workers) != serving:
             serving = not serving
             await server.set_serving(serving)

@@ -12,7 +12,9 @@ import grpc.aio
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2, session_pb2, session_pb2_grpc
+from kvern_scheduler.asking import Asking
 from kvern_scheduler.engine import Engine
+from kvern_scheduler.recovery import Archive
 from kvern_scheduler.sessions import Session as GatewaySession
 from kvern_scheduler.workers import Worker
 
@@ -30,13 +32,14 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         self._store_name = store_name
         self._owner = owner
         self._engine: Engine | None = None
+        self._archive: Archive | None = None
         self._workers: Sequence[Worker] = ()
         self._epoch = 0
         self._numbers = itertools.count()
         self._draining = False
 
-    def lead(self, engine: Engine, workers: Sequence[Worker], epoch: int) -> None:
-        self._engine, self._workers, self._epoch = engine, workers, epoch
+    def lead(self, engine: Engine, workers: Sequence[Worker], epoch: int, archive: Archive) -> None:
+        self._engine, self._workers, self._epoch, self._archive = engine, workers, epoch, archive
 
     def drain(self) -> None:
         """No new sessions."""
@@ -47,15 +50,16 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         request_iterator: AsyncIterator[session_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[session_pb2.SessionResponse]:
-        engine = self._engine
-        if engine is None or self._draining:
+        engine, archive = self._engine, self._archive
+        if engine is None or archive is None or self._draining:
             raise KvernError(
                 error_pb2.ERROR_CODE_UNAVAILABLE, "this scheduler does not lead", retry_after_ms=200
             )
         session = GatewaySession(next(self._numbers), context)
         engine.sessions[session.number] = session
+        asking = Asking(engine, session, archive)
         tasks = [
-            asyncio.create_task(self._receive(engine, session, context)),
+            asyncio.create_task(self._receive(engine, session, asking, context)),
             asyncio.create_task(session.send()),
             asyncio.create_task(session.watch()),
         ]
@@ -63,6 +67,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             engine.detach(session)
+            tasks += asking.tasks
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -76,7 +81,11 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             yield  # the error interceptor wants an async generator
 
     async def _receive(
-        self, engine: Engine, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        engine: Engine,
+        session: GatewaySession,
+        asking: Asking,
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         request = await context.read()
         if request is EOF:
@@ -89,14 +98,8 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             while request is not EOF:
                 session.check()
                 session.heard = True
-                for cancel in request.cancels:
-                    engine.cancel(session, cancel)
-                for submit in request.submits:
-                    _submit(engine, session, submit)
-                for attach in request.attaches:
-                    engine.attach(session, attach)
                 if request.submits or request.cancels or request.attaches:
-                    engine.settle()
+                    asking.take(request)
                 request = await context.read()
         finally:
             welcome.cancel()
@@ -146,18 +149,6 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         )
         response.groups.extend(map(_group_status, self._workers))
         return response
-
-
-def _submit(engine: Engine, session: GatewaySession, submit: session_pb2.Submit) -> None:
-    """A submit that breaks our own code costs itself, not the session and everything that is on it."""
-    try:
-        engine.submit(session, submit)
-    except Exception:
-        log.exception("a submit failed")
-        error = KvernError(
-            error_pb2.ERROR_CODE_INTERNAL, "internal error on submit; the scheduler's log has the stack"
-        )
-        session.refused(session_pb2.Refused(handle=submit.handle, error=error.to_pb()))
 
 
 def _group_status(worker: Worker) -> session_pb2.GroupStatus:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -26,13 +27,14 @@ from kvern_scheduler.convert import plan_to_pb
 from kvern_scheduler.core.errors import ProtocolError, RequestError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.engine import Engine
-from kvern_scheduler.store.base import IndexEntries
+from kvern_scheduler.store.base import IndexEntries, StoreUnavailable
 
 HEARTBEAT_S = 0.25
 SILENT_BEATS = 5
 """Counted, not timed: a pause of our own process says nothing about the worker."""
 POLL_S = 0.25
 STEP_TIMEOUT_S = 120.0
+HASH = np.dtype("V32")
 
 log = logging.getLogger(__name__)
 # What reading or writing a call that is over raises.
@@ -45,17 +47,25 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """Drives the worker at ``address`` until cancelled. ``index``: what an earlier leader's commits say of workers'
-    prefix indexes, by instance."""
+    """Drives the worker at ``address`` until cancelled. ``indexed``: instances of which an earlier leader's commits
+    have a prefix index, that no worker has been found to be; ``load_index`` reads it."""
 
-    def __init__(self, engine: Engine, address: str, epoch: int, index: dict[str, IndexEntries]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        address: str,
+        epoch: int,
+        indexed: set[str],
+        load_index: Callable[[str], Awaitable[IndexEntries]],
+    ) -> None:
         self.address = address
         self.ready = False
         self.description = worker_pb2.DescribeResponse()
         self.group: Group | None = None
         self._engine = engine
         self._epoch = epoch
-        self._index = index
+        self._indexed = indexed
+        self._load_index = load_index
         self.instance_id = ""
         self._call: Any = None
         self._writing = False
@@ -90,10 +100,12 @@ class Worker:
 
     async def _connect(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         description = await self._wait_until_ready(stub)
+        # Before the call, whose other end must not seem silent meanwhile. Nobody commits to this index any more.
+        entries = await self._committed_index(description.instance_id)
         self._call = stub.Execute()  # type: ignore[call-arg]  # the stubs want an iterator
         watch = asyncio.create_task(self._watch())
         try:
-            await self._claim(stub, description)
+            await self._claim(stub, description, entries)
             await self._receive()
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
@@ -118,8 +130,10 @@ class Worker:
                 await asyncio.sleep(1.0)
             await asyncio.sleep(POLL_S)
 
-    async def _claim(self, stub: Any, description: worker_pb2.DescribeResponse) -> None:
-        """Fences earlier leaders off the worker, then takes it into the cell."""
+    async def _claim(
+        self, stub: Any, description: worker_pb2.DescribeResponse, entries: IndexEntries | None
+    ) -> None:
+        """Fences earlier leaders off the worker, then takes it into the cell. ``entries``: its committed index."""
         known = self.group
         same = known is not None and self.instance_id == description.instance_id
         step = known.step if same and known is not None else 0
@@ -144,7 +158,7 @@ class Worker:
                 description.max_num_batched_tokens,
             )
             self.instance_id = description.instance_id
-            self._restore_index(self.group, unpack_u32(inventory.generations))
+            self._restore_index(self.group, unpack_u32(inventory.generations), entries)
         assert self.group is not None
         self._engine.metrics.named(description.model.name)
         self.ready = True
@@ -160,18 +174,33 @@ class Worker:
         )
         self._engine.settle()
 
-    def _restore_index(self, group: Group, generations: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+    async def _committed_index(self, instance: str) -> IndexEntries | None:
+        if instance not in self._indexed:
+            return None
+        try:
+            return await self._load_index(instance)
+        except StoreUnavailable as error:
+            log.warning(
+                "worker %s: its prefix cache is not known, since the store does not answer: %s",
+                self.address,
+                error,
+            )
+            return None
+
+    def _restore_index(
+        self,
+        group: Group,
+        generations: np.ndarray[Any, np.dtype[np.uint32]],
+        entries: IndexEntries | None,
+    ) -> None:
         """Believes the committed index where the worker still holds that generation of the block."""
         group.pool.generations[:] = generations
-        entries = self._index.pop(self.instance_id, None)
+        self._indexed.discard(self.instance_id)
         if entries is None:
             return
-        valid = np.flatnonzero(generations[entries.blocks] == entries.generations)
-        group.pool.restore(
-            entries.blocks[valid],
-            [entries.hashes[32 * i : 32 * i + 32] for i in valid.tolist()],
-            entries.generations[valid],
-        )
+        valid = generations[entries.blocks] == entries.generations
+        hashes = np.frombuffer(entries.hashes, HASH)[valid].tolist()
+        group.pool.restore(entries.blocks[valid], hashes, entries.generations[valid])
 
     async def _read(self) -> worker_pb2.ExecuteResponse:
         response = await self._call.read()

@@ -4,7 +4,7 @@ behind calls that may be lost, answered by nobody, executed twice, or executed l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from kvern_scheduler.store.base import (
     CommitStatus,
     Delta,
     Held,
+    IndexEntries,
     Leadership,
+    Name,
     State,
+    StoredRequest,
     StoreUnavailable,
 )
 from kvern_scheduler.store.memory import MemoryStore
@@ -64,7 +67,7 @@ class StoreServer:
 
 
 class SimStore:
-    """One scheduler's connection: one call at a time, as RedisStore's."""
+    """One scheduler's connections: one call at a time on each, as RedisStore's."""
 
     name = "sim"
     inline = False
@@ -73,6 +76,7 @@ class SimStore:
         self._server = server
         self._process = process
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Lock()
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
         return await self._call("acquire", lambda: self._server.acquire(owner, address, steal))  # type: ignore[no-any-return]
@@ -92,11 +96,21 @@ class SimStore:
     async def load(self) -> State:
         return await self._call("load", lambda: now(self._server.memory.load()))  # type: ignore[no-any-return]
 
+    async def find(self, names: Sequence[Name]) -> list[StoredRequest]:
+        return await self._call("find", lambda: now(self._server.memory.find(names)), self._reading)  # type: ignore[no-any-return]
+
+    async def load_index(self, instance: str) -> IndexEntries:
+        return await self._call(  # type: ignore[no-any-return]
+            "load index", lambda: now(self._server.memory.load_index(instance)), self._reading
+        )
+
     async def close(self) -> None:
         pass
 
-    async def _call(self, name: str, execute: Callable[[], Any]) -> Any:
-        async with self._lock:
+    async def _call(
+        self, name: str, execute: Callable[[], Any], connection: asyncio.Lock | None = None
+    ) -> Any:
+        async with connection or self._lock:
             return await self._exchange(name, execute)
 
     async def _exchange(self, name: str, execute: Callable[[], Any]) -> Any:

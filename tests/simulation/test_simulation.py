@@ -18,6 +18,7 @@ from kvern_scheduler import server
 from kvern_scheduler.committer import Committer
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.engine import Engine
+from kvern_scheduler.recovery import Archive
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.workers import Worker
 from kvern_worker.service import WorkerServicer
@@ -78,12 +79,11 @@ def skip_the_generation_check(patch: pytest.MonkeyPatch) -> None:
     """Recovery believes the whole committed index, whatever the worker's inventory says."""
     restore = Worker._restore_index
 
-    def restore_all(worker: Any, group: Any, generations: Any) -> None:
-        entries = worker._index.get(worker.instance_id)
+    def restore_all(worker: Any, group: Any, generations: Any, entries: Any) -> None:
         if entries is not None:
             generations = generations.copy()
             generations[entries.blocks] = entries.generations
-        restore(worker, group, generations)
+        restore(worker, group, generations, entries)
 
     patch.setattr(Worker, "_restore_index", restore_all)
 
@@ -135,9 +135,9 @@ def believe_a_group_of_another_instance(patch: pytest.MonkeyPatch) -> None:
     """A worker that came back empty, and whose stream breaks while it is claimed, counts as known afterwards."""
     claim = Worker._claim
 
-    async def claim_early(worker: Any, stub: Any, description: Any) -> None:
+    async def claim_early(worker: Any, stub: Any, description: Any, entries: Any) -> None:
         try:
-            await claim(worker, stub, description)
+            await claim(worker, stub, description, entries)
         except BaseException:
             worker.instance_id = description.instance_id
             raise
@@ -148,6 +148,11 @@ def believe_a_group_of_another_instance(patch: pytest.MonkeyPatch) -> None:
 def load_once(patch: pytest.MonkeyPatch) -> None:
     """A store that goes away between the lease and the load ends the scheduler."""
     patch.setattr(server, "load", lambda store: store.load())
+
+
+def forget_what_earlier_leaders_ended(patch: pytest.MonkeyPatch) -> None:
+    """A request that has ended is begun anew for whoever asks the next leader."""
+    patch.setattr(Archive, "may_know", lambda *_: False)
 
 
 def keep_the_index_of_gone_workers(patch: pytest.MonkeyPatch) -> None:
@@ -183,6 +188,7 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
         ),
         (load_once, "failed: StoreUnavailable", ("scheduler dies", "store refuses")),
         (keep_the_index_of_gone_workers, "no end in sight", ()),
+        (forget_what_earlier_leaders_ended, "was admitted twice", ()),
         (let_any_gateway_take_over, "has taken this one over", ("gateway freezes",)),
     ],
 )

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from kvern_scheduler.store import redis as redis_store
-from kvern_scheduler.store.base import CommitStatus, Delta, IndexEntries, Leadership, StoreUnavailable
+from kvern_scheduler.store.base import (
+    CommitStatus,
+    Delta,
+    IndexEntries,
+    Leadership,
+    StoredFinish,
+    StoreUnavailable,
+)
 from kvern_scheduler.store.redis import RedisStore
 
 
@@ -42,6 +49,7 @@ async def test_a_frozen_server_blocks_no_caller_for_long(server: Any) -> None:
     store = RedisStore(server.url, "c")
     leadership = await store.acquire("a", "addr")
     assert isinstance(leadership, Leadership)
+    await store.load()
     os.kill(server.process.pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(StoreUnavailable):
@@ -82,23 +90,37 @@ async def test_a_lost_library_is_loaded_again(server: Any) -> None:
     await store.close()
 
 
-async def test_keys_share_a_hash_tag_and_the_index_stays_in_listpacks(server: Any) -> None:
+async def test_keys_share_a_hash_tag_and_a_step_costs_one_append(server: Any) -> None:
     store = RedisStore(server.url, "c")
     leadership = await store.acquire("a", "addr")
     assert isinstance(leadership, Leadership)
-    blocks = np.arange(256, dtype=np.uint32)
+    epoch = leadership.epoch
+    blocks = np.arange(2500, dtype=np.uint32)
     delta = Delta(
-        requests=[(1, b"\x38\x01")],
-        seq_nos=np.array([128]),
-        counts=np.array([1], np.uint32),
-        tokens=np.array([5], np.int32),
-        indexed=[IndexEntries("w", blocks, blocks + np.uint32(1), os.urandom(32 * 256))],
+        requests=[(rid, b"\x38\x01") for rid in range(1, 257)],
+        indexed=[IndexEntries("w", blocks, blocks + np.uint32(1), os.urandom(32 * 2500))],
     )
-    assert await store.commit(leadership.epoch, 1, delta, delta.digest()) is CommitStatus.OK
+    assert await store.commit(epoch, 1, delta, delta.digest()) is CommitStatus.OK
     client = server.client()
-    names = [key.decode() for key in client.scan_iter()]
+    client.config_resetstat()
+    seq_nos = np.arange(1, 257, dtype=np.int64) << 7
+    for step in range(2, 2 + redis_store.FOLD_AFTER - 1):
+        delta = Delta(seq_nos=seq_nos, counts=np.ones(256, np.uint32), tokens=np.full(256, step, np.int32))
+        assert await store.commit(epoch, step, delta, delta.digest()) is CommitStatus.OK
+    calls = {name: stat["calls"] for name, stat in client.info("commandstats").items()}
+    assert calls["cmdstat_append"] == calls["cmdstat_fcall"] == redis_store.FOLD_AFTER - 1
+    done = StoredFinish(seq_no=128, record=b"end", last=True, retain_s=9, name=("t", "my-id"))
+    for step in range(redis_store.FOLD_AFTER + 1, redis_store.FOLD_AFTER + 4):
+        delta.finished, delta.requests = [done], [(999, b"\x38\x01")]
+        assert await store.commit(epoch, step, delta, delta.digest()) is CommitStatus.OK
+    names = {key.decode() for key in client.scan_iter()}
     assert all(name.startswith("kvern:{c}:") for name in names)
-    buckets = [name for name in names if ":index:w:" in name]
-    assert len(buckets) == 4
-    assert {client.object("encoding", name) for name in buckets} == {b"listpack"}
+    assert {name for name in names if ":index:" in name} == {f"kvern:{{c}}:index:w:{i}" for i in range(3)}
+    assert client.strlen("kvern:{c}:recent") < 3 * 256 * 12
+    assert client.strlen("kvern:{c}:tokens:2.0") >= 4 * redis_store.FOLD_AFTER
+    # Everything of a request that has ended goes by itself.
+    assert client.get("kvern:{c}:name:t/my-id") == b"1"
+    assert all(
+        0 < client.ttl(f"kvern:{{c}}:{name}") <= 9 for name in ("request:1", "tokens:1.0", "name:t/my-id")
+    )
     await store.close()

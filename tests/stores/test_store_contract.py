@@ -18,6 +18,8 @@ from kvern_scheduler.store.base import (
     StoredFinish,
 )
 
+NAME = ("tenant", "a")
+
 
 def submit(n: int = 1) -> bytes:
     params = sampling_pb2.SamplingParams(logprobs=1)
@@ -122,9 +124,80 @@ async def test_a_request_s_life(store: Store) -> None:
     assert stored.tokens[1].tolist() == [9, 2**31 - 1, 0]
     assert stored.finishes == {0: b"end-0"}
     assert stored.logprobs == {0: b"onethree", 1: b"two"}
-    last = Delta(finished=[StoredFinish(seq + 1, b"end-1", last=True, retain_s=100, num_choices=2)])
+    assert await store.find([NAME]) == []
+    last = Delta(
+        finished=[StoredFinish(seq + 1, b"end-1", last=True, retain_s=100, num_choices=2, name=NAME)]
+    )
     await commit(store, epoch, 4, last)
-    assert (await store.load()).requests[7].finishes == {0: b"end-0", 1: b"end-1"}
+    state = await store.load()
+    assert not state.requests
+    assert 99 < state.retained_s <= 100
+    [ended] = await store.find([("", "b"), NAME])
+    assert ended.finishes == {0: b"end-0", 1: b"end-1"}
+    assert {choice: log.tolist() for choice, log in ended.tokens.items()} == {
+        0: [1, 2, 3, 4],
+        1: [9, 2**31 - 1, 0],
+    }
+    assert ended.logprobs == {0: b"onethree", 1: b"two"}
+
+
+async def test_names_are_told_apart(store: Store) -> None:
+    epoch = (await lead(store)).epoch
+    names = [("", "a"), ("a", ""), ("t", "a/b"), ("t/a", "b"), ("t%2Fa", "b"), ("", "t/a/b"), ("ü", "é ")]
+    delta = Delta(
+        requests=[(rid, submit()) for rid in range(1, 8)],
+        finished=[
+            StoredFinish(rid << 7, b"end", last=True, retain_s=9, name=name)
+            for rid, name in enumerate(names, 1)
+        ],
+    )
+    await commit(store, epoch, 1, delta)
+    assert [stored.rid for stored in await store.find(names)] == list(range(1, 8))
+    # The same name once more, its first owner being over.
+    again = Delta(
+        requests=[(8, submit())],
+        finished=[StoredFinish(8 << 7, b"end", last=True, retain_s=9, name=("", "a"))],
+    )
+    await commit(store, epoch, 2, again)
+    assert [stored.rid for stored in await store.find(names[:2])] == [8, 2]
+
+
+async def test_a_long_log_is_whole_whoever_leads(store: Store) -> None:
+    """Over many more commits than a store keeps unsorted, and several leaders."""
+    first = await lead(store)
+    await commit(store, first.epoch, 1, Delta(requests=[(rid, submit(n=2)) for rid in (1, 2, 3)]))
+    expected: dict[int, list[int]] = {}
+    epoch = first.epoch
+    for step in range(2, 500):
+        delta = tokens(*((seq, [step * 7 + seq] * (step % 3)) for seq in (128, 129, 256, 384) if step % 3))
+        if step == 150:  # with tokens that no log has yet
+            delta.finished = [
+                StoredFinish(256, b"end", last=False, retain_s=60, num_choices=2),
+                StoredFinish(257, b"end", last=True, retain_s=60, num_choices=2, name=("", "two")),
+            ]
+        if step >= 150:
+            delta = Delta(**{f: getattr(delta, f) for f in ("seq_nos", "counts", "tokens", "finished")})
+            keep = delta.seq_nos != 256 if step > 150 else delta.seq_nos > 0
+            delta.tokens = delta.tokens[np.repeat(keep, delta.counts)]
+            delta.seq_nos, delta.counts = delta.seq_nos[keep], delta.counts[keep]
+        start = 0
+        for seq, count in zip(delta.seq_nos.tolist(), delta.counts.tolist(), strict=True):
+            expected.setdefault(seq, []).extend(delta.tokens[start : start + count].tolist())
+            start += count
+        assert await commit(store, epoch, step, delta) is CommitStatus.OK
+        if step % 97 == 0:
+            assert await commit(store, epoch, step, delta) is CommitStatus.DUP
+        if step in (60, 300):
+            successor = await store.acquire("b", "addr-b", steal=epoch)
+            assert isinstance(successor, Leadership)
+            epoch = successor.epoch
+            if step == 300:
+                await store.load()
+    state = await store.load()
+    logs = {rid << 7 | c: log.tolist() for rid, r in state.requests.items() for c, log in r.tokens.items()}
+    assert logs == {seq: log for seq, log in expected.items() if seq != 256}
+    [ended] = await store.find([("", "two")])
+    assert ended.tokens[0].tolist() == expected[256]
 
 
 @pytest.mark.parametrize("retain_s", [0, 1])
@@ -132,12 +205,13 @@ async def test_finished_requests_go_after_their_retention(store: Store, retain_s
     epoch = (await lead(store)).epoch
     await commit(store, epoch, 1, Delta(next_rid=2, requests=[(1, submit())]))
     delta = tokens((128, [1]))
-    delta.finished = [StoredFinish(128, b"end", last=True, retain_s=retain_s, num_choices=1)]
+    delta.finished = [StoredFinish(128, b"end", last=True, retain_s=retain_s, num_choices=1, name=NAME)]
     await commit(store, epoch, 2, delta)
-    assert (1 in (await store.load()).requests) == bool(retain_s)
+    assert len(await store.find([NAME])) == bool(retain_s)
     await asyncio.sleep(retain_s + 0.1)
+    assert await store.find([NAME]) == []
     state = await store.load()
-    assert not state.requests
+    assert not state.requests and state.retained_s == 0
     assert state.next_rid == 2
 
 
@@ -152,8 +226,8 @@ async def test_index_entries_are_replaced_by_block_and_dropped_by_instance(store
 
     await commit(store, epoch, 1, Delta(indexed=[entries("w1", [0, 63, 64, 5000], 1), entries("w2", [3], 9)]))
     await commit(store, epoch, 2, Delta(indexed=[entries("w1", [63], 2)]))
-    index = (await store.load()).index
-    w1 = index["w1"]
+    assert (await store.load()).instances == {"w1", "w2"}
+    w1 = await store.load_index("w1")
     found = {
         (block, generation, w1.hashes[32 * i : 32 * i + 32])
         for i, (block, generation) in enumerate(zip(w1.blocks.tolist(), w1.generations.tolist(), strict=True))
@@ -165,4 +239,6 @@ async def test_index_entries_are_replaced_by_block_and_dropped_by_instance(store
         (5000, 1, bytes([5000 % 256, 1]) * 16),
     }
     await commit(store, epoch, 3, Delta(dropped=["w1"]))
-    assert set((await store.load()).index) == {"w2"}
+    assert (await store.load()).instances == {"w2"}
+    assert (await store.load_index("w1")).blocks.size == 0
+    assert (await store.load_index("w2")).blocks.tolist() == [3]

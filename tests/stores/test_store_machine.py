@@ -9,12 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stores.conftest import SERVERS, StoreServer
 
 from kvern.v1 import session_pb2
+from kvern_scheduler.store import redis as redis_store
 from kvern_scheduler.store.base import (
     CommitStatus,
     Delta,
@@ -23,6 +25,7 @@ from kvern_scheduler.store.base import (
     State,
     Store,
     StoredFinish,
+    StoredRequest,
 )
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.store.redis import RedisStore
@@ -123,7 +126,8 @@ class StoreMachine(RuleBasedStateMachine):
         for rid, choice in data.draw(some):
             alive[rid] = alive[rid] - {choice}
             last = not alive[rid]
-            delta.finished.append(StoredFinish(rid << 7 | choice, b"end", last, retain_s, num_choices=2))
+            name = ("", f"r{rid % 5}")
+            delta.finished.append(StoredFinish(rid << 7 | choice, b"end", last, retain_s, 2, name))
         step, epoch, digest = self.step + ahead, self.epoch - behind, delta.digest()
         answer = self.both(lambda store: store.commit(epoch, step, delta, digest))
         if answer is CommitStatus.OK:
@@ -134,31 +138,31 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def states_are_equal(self) -> None:
         self.both(lambda store: store.load())
+        self.both(lambda store: store.find([("", f"r{number}") for number in range(6)]))
+        for instance in ("w0", "w1", "w2"):
+            self.both(lambda store, instance=instance: store.load_index(instance))
 
 
 def plain(answer: Any) -> Any:
     """The same for equal answers: arrays become lists, what depends on the clock is left out."""
     if isinstance(answer, State):
-        requests = {
-            rid: (r.record, {c: t.tolist() for c, t in r.tokens.items() if t.size}, r.finishes)
-            for rid, r in answer.requests.items()
-        }
-        index = {
-            name: sorted(
-                (block, generation, entries.hashes[32 * i : 32 * i + 32])
-                for i, (block, generation) in enumerate(
-                    zip(entries.blocks.tolist(), entries.generations.tolist(), strict=True)
-                )
-            )
-            for name, entries in answer.index.items()
-        }
-        return answer.epoch, answer.step, answer.next_rid, requests, index
+        requests = {rid: plain(stored) for rid, stored in answer.requests.items()}
+        return answer.epoch, answer.step, answer.next_rid, requests, answer.instances, answer.retained_s > 0
+    if isinstance(answer, list):
+        return [plain(part) for part in answer]
+    if isinstance(answer, StoredRequest):
+        logs = {choice: log.tolist() for choice, log in answer.tokens.items() if log.size}
+        return answer.rid, answer.record, logs, answer.finishes
+    if isinstance(answer, IndexEntries):
+        hashes = [answer.hashes[i : i + 32] for i in range(0, len(answer.hashes), 32)]
+        return sorted(zip(answer.blocks.tolist(), answer.generations.tolist(), hashes, strict=True))
     if hasattr(answer, "expires_in"):
         return answer.epoch, answer.owner, answer.address
     return answer
 
 
-def test_memory_and_server_agree() -> None:
+def test_memory_and_server_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "FOLD_AFTER", 4)
     with TemporaryDirectory() as folder:
         server = StoreServer(SERVERS["valkey"], Path(folder), appendfsync="no")
         StoreMachine.server = server

@@ -116,11 +116,15 @@ class BlockPool:
         return entered
 
     def restore(self, blocks: U32, hashes: Sequence[bytes], generations: U32) -> None:
-        """Indexes blocks that a worker's inventory vouches for, least recently used first. Only while nothing is held.
-        Known hashes and blocks are left as they are."""
+        """Indexes blocks that a worker's inventory vouches for, least recently used first. Only for a new pool; of
+        several blocks with the same hash, one is taken."""
         self.generations[blocks] = generations
-        self._cached.update((block, None) for block in blocks[self.enter(blocks, hashes)].tolist())
-        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in self._cached]
+        self._index = dict(zip(hashes, blocks.tolist(), strict=True))
+        for block_hash, block in self._index.items():
+            self._hashes[block] = block_hash
+        self._cached = OrderedDict.fromkeys(self._index.values())
+        self._indexed[list(self._cached)] = True
+        self._free = np.flatnonzero(~self._indexed)[::-1].tolist()
 
     def drop_index(self) -> None:
         """Forgets every hash: cached blocks become free ones."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +29,18 @@ class CommitStatus(enum.Enum):
     FENCED = -2
 
 
+Name = tuple[str, str]
+"""Tenant and request id."""
+
+
 class StoreUnavailable(Exception):
-    """The store did not answer. A commit may or may not have been applied: repeat it with the same step."""
+    """The store did not answer, or not as it should. A commit may or may not have been applied: repeat it with the
+    same step."""
+
+
+class StoreRefused(StoreUnavailable):
+    """The store answers, and nothing but an operator will change what it says: a wrong password, no Functions, a key
+    of another type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +65,14 @@ class Held:
 @dataclass(slots=True)
 class StoredFinish:
     """The end of one sequence. ``last``: no choice of its request is left. ``retain_s``: how long the request stays
-    readable after that; 0 removes it."""
+    readable after that, under ``name``; 0 removes it."""
 
     seq_no: int
     record: bytes
     last: bool
     retain_s: int
     num_choices: int = 1
+    name: Name = ("", "")
 
 
 @dataclass(slots=True)
@@ -126,13 +138,18 @@ class StoredRequest:
 
 @dataclass(slots=True)
 class State:
-    """Everything committed. ``index``: instance → entries."""
+    """What a new leader must know before it serves. Requests that have ended are read by name, and indexes by
+    instance, when they are asked for."""
 
     epoch: int
     step: int
     next_rid: int
     requests: dict[int, StoredRequest] = field(default_factory=dict)
-    index: dict[str, IndexEntries] = field(default_factory=dict)
+    """By number: those that have not ended."""
+    instances: set[str] = field(default_factory=set)
+    """Worker instances that have an index."""
+    retained_s: float = 0.0
+    """For so long there may be requests that have ended; ``find`` knows them."""
 
 
 class Store(Protocol):
@@ -163,7 +180,15 @@ class Store(Protocol):
         ...
 
     async def load(self) -> State:
-        """The committed state: unfinished requests, and finished ones that are still retained."""
+        """The committed state, in time proportional to what has not ended."""
+        ...
+
+    async def find(self, names: Sequence[Name]) -> list[StoredRequest]:
+        """The requests of these names that have ended and are still retained. May run beside commits."""
+        ...
+
+    async def load_index(self, instance: str) -> IndexEntries:
+        """The committed prefix index of a worker instance; empty where there is none. May run beside commits."""
         ...
 
     async def close(self) -> None: ...

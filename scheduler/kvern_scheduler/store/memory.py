@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from kvern_scheduler.store.base import (
     Held,
     IndexEntries,
     Leadership,
+    Name,
     State,
     StoredRequest,
     split_seq_no,
@@ -43,7 +44,9 @@ class MemoryStore:
         self._next_rid = 1
         self._records: dict[int, bytes] = {}
         self._finishes: dict[int, dict[int, bytes]] = {}
-        self._expires: list[tuple[float, int, int]] = []
+        # When, request number, choices, name: of those that have ended and are retained.
+        self._expires: list[tuple[float, int, int, Name]] = []
+        self._names: dict[Name, int] = {}
         self._logs: dict[int, bytearray] = {}
         self._logprobs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
@@ -93,9 +96,11 @@ class MemoryStore:
             rid, choice = split_seq_no(finish.seq_no)
             self._finishes.setdefault(rid, {})[choice] = finish.record
             if finish.last and finish.retain_s:
-                heapq.heappush(self._expires, (self._clock() + finish.retain_s, rid, finish.num_choices))
+                expiry = self._clock() + finish.retain_s
+                heapq.heappush(self._expires, (expiry, rid, finish.num_choices, finish.name))
+                self._names[finish.name] = rid
             elif finish.last:
-                self._drop(rid, finish.num_choices)
+                self._drop(rid, finish.num_choices, finish.name)
         if self._expires:
             self._drop_expired()
         for instance in delta.dropped:
@@ -107,26 +112,40 @@ class MemoryStore:
     async def load(self) -> State:
         self._compact()
         self._drop_expired()
-        state = State(self._epoch, self._step, self._next_rid)
-        for rid, record in self._records.items():
-            state.requests[rid] = StoredRequest(rid, record, finishes=dict(self._finishes.get(rid, {})))
-        for seq_no, log in self._logs.items():
-            rid, choice = split_seq_no(seq_no)
-            if rid in state.requests:
-                state.requests[rid].tokens[choice] = np.frombuffer(bytes(log), np.int32)
-        for seq_no, packed in self._logprobs.items():
-            rid, choice = split_seq_no(seq_no)
-            if rid in state.requests:
-                state.requests[rid].logprobs[choice] = bytes(packed)
-        for instance, index in self._index.items():
-            blocks = index["known"].nonzero()[0]
-            state.index[instance] = IndexEntries(
-                instance,
-                blocks.astype(np.uint32),
-                index["generation"][blocks],
-                index["hash"][blocks].tobytes(),
-            )
-        return state
+        ended = {rid for _, rid, _, _ in self._expires}
+        return State(
+            self._epoch,
+            self._step,
+            self._next_rid,
+            {rid: self._stored(rid) for rid in self._records if rid not in ended},
+            set(self._index),
+            max((expiry - self._clock() for expiry, *_ in self._expires), default=0.0),
+        )
+
+    async def find(self, names: Sequence[Name]) -> list[StoredRequest]:
+        self._compact()
+        self._drop_expired()
+        return [self._stored(self._names[name]) for name in names if name in self._names]
+
+    async def load_index(self, instance: str) -> IndexEntries:
+        index = self._index.get(instance, np.empty(0, _BLOCK))
+        blocks = index["known"].nonzero()[0]
+        return IndexEntries(
+            instance,
+            blocks.astype(np.uint32),
+            index["generation"][blocks],
+            index["hash"][blocks].tobytes(),
+        )
+
+    def _stored(self, rid: int) -> StoredRequest:
+        stored = StoredRequest(rid, self._records[rid], finishes=dict(self._finishes.get(rid, {})))
+        for choice in range(1 << CHOICE_BITS):
+            seq_no = rid << CHOICE_BITS | choice
+            if seq_no in self._logs:
+                stored.tokens[choice] = np.frombuffer(bytes(self._logs[seq_no]), np.int32)
+            if seq_no in self._logprobs:
+                stored.logprobs[choice] = bytes(self._logprobs[seq_no])
+        return stored
 
     async def close(self) -> None:
         pass
@@ -161,7 +180,9 @@ class MemoryStore:
         while self._expires and self._expires[0][0] <= now:
             self._drop(*heapq.heappop(self._expires)[1:])
 
-    def _drop(self, rid: int, num_choices: int) -> None:
+    def _drop(self, rid: int, num_choices: int, name: Name) -> None:
+        if self._names.get(name) == rid:
+            del self._names[name]
         self._records.pop(rid, None)
         self._finishes.pop(rid, None)
         for choice in range(num_choices):

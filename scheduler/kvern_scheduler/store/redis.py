@@ -1,42 +1,38 @@
 """The contract in Redis 7.0+ or Valkey: one function call per commit, on a connection of its own.
 
-The commands go through a bare connection, not a client: no retries (a commit must never be repeated without our
-knowing), no pool, one second of patience.
+A commit of new tokens appends them to one string, ``recent``, whatever the number of sequences. This store remembers
+what is in it, and has it sorted into the token logs of the sequences every FOLD_AFTER commits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from redis.asyncio import ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+import numpy.typing as npt
 
 from kvern.v1 import session_pb2
+from kvern_scheduler.core.requests import CHOICE_BITS
 from kvern_scheduler.store.base import (
     CommitStatus,
     Delta,
     Held,
     IndexEntries,
     Leadership,
+    Name,
     State,
     StoredRequest,
-    StoreUnavailable,
     split_seq_no,
 )
-from kvern_scheduler.store.keys import Keys
+from kvern_scheduler.store.connection import Connection, LibraryMissing
+from kvern_scheduler.store.keys import BLOCKS_PER_BUCKET, INDEXED, RECENT, Keys, spell
 
-TIMEOUT_S = 1.0
+FOLD_AFTER = 128
 _TRANSITIONS = ("acquire", "renew", "commit")
-_PIPELINE = 512
-_ENTRY = np.dtype([("generation", "<u4"), ("hash", "V32")])
+_BUCKETS_AT_ONCE = 16
 
 
 def library() -> tuple[str, str]:
@@ -56,31 +52,22 @@ class RedisStore:
     inline = False
 
     def __init__(self, url: str, cell: str, lease_s: float = 1.0) -> None:
-        self.keys = Keys(cell)
+        self.keys = keys = Keys(cell)
         self._lease_ms = int(lease_s * 1000)
         self._source, self._version = library()
-        self._connection: Any = ConnectionPool.from_url(
-            url,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            decode_responses=False,
-        ).make_connection()  # type: ignore[no-untyped-call]
-        self._lock = asyncio.Lock()
+        self._connection = Connection(url)
+        # So that what is read beside commits does not hold them up.
+        self._reading = Connection(url)
         self._loaded = False
-        keys = self.keys
+        # What ``recent`` holds, one array a commit; None: not known yet.
+        self._recent: list[npt.NDArray[Any]] | None = None
         self._commit_keys = (
-            keys.leader,
-            keys.live,
-            keys.finished,
-            keys.instances,
-            keys.request,
-            keys.tokens,
-            keys.index,
-            keys.logprobs,
+            *(keys.leader, keys.live, keys.recent, keys.instances),
+            *(keys.request, keys.tokens, keys.index, keys.logprobs, keys.names),
         )
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
+        self._recent = None
         answer = await self._function(
             "acquire",
             [self.keys.leader],
@@ -101,145 +88,185 @@ class RedisStore:
         await self._function("renew", [self.keys.leader], epoch, 0)
 
     async def commit(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
+        if self._recent is None:
+            # Whatever another leader had under way has been applied, or is fenced.
+            self._recent = [_recent(await self._connection.call("GET", self.keys.recent))]
+        new = np.empty(delta.tokens.size, RECENT)
+        new["sequence"] = np.repeat(delta.seq_nos, delta.counts)
+        new["token"] = delta.tokens
+        folds = len(self._recent) >= FOLD_AFTER
         answer = await self._function(
-            "commit", self._commit_keys, epoch, step, digest, self._lease_ms, *_pack(delta)
+            "commit",
+            self._commit_keys,
+            *(epoch, step, digest, self._lease_ms, delta.next_rid),
+            *(b"" if folds else new.tobytes(), int(folds)),
+            *(_sort([*self._recent, new]) if folds else (b"", b"", b"")),
+            *_pack(delta),
         )
-        return CommitStatus(answer)
+        status = CommitStatus(answer)
+        if status is not CommitStatus.OK:
+            self._recent = None  # an earlier attempt's doing, or another leader's
+        elif folds:
+            self._recent.clear()
+        elif new.size:
+            self._recent.append(new)
+        return status
 
     def commit_now(self, epoch: int, step: int, delta: Delta, digest: bytes) -> CommitStatus:
         raise NotImplementedError("a commit to Redis is never inline")
 
     async def load(self) -> State:
         keys = self.keys
-        leader = _to_dict(await self._call("HGETALL", keys.leader))
+        answers = await self._connection.pipeline(
+            [
+                ("HGETALL", keys.leader),
+                ("TIME",),
+                ("SMEMBERS", keys.live),
+                ("HKEYS", keys.instances),
+                ("GET", keys.recent),
+            ]
+        )
+        leader, (seconds, micros), live, instances, packed = _to_dict(answers[0]), *answers[1:]
         state = State(
             int(leader.get(b"epoch", 0)), int(leader.get(b"step", 0)), int(leader.get(b"next_rid", 1))
         )
-        live = await self._call("SMEMBERS", keys.live)
-        kept = await self._call("ZRANGEBYSCORE", keys.finished, int(time.time() * 1000), "+inf")
-        rids = [int(rid) for rid in (*live, *kept)]
-        for rid, fields in zip(
-            rids, await self._pipeline([("HGETALL", f"{keys.request}{rid}") for rid in rids]), strict=True
-        ):
-            fields = _to_dict(fields)
-            if b"submit" in fields:  # else it expired meanwhile
-                record = fields.pop(b"submit")
-                state.requests[rid] = StoredRequest(
-                    rid, record, finishes={int(field[1:]): end for field, end in fields.items()}
-                )
-        await self._load_tokens(state)
-        await self._load_index(state)
+        retained_ms = int(leader.get(b"retained_ms", 0))
+        state.retained_s = max(0.0, retained_ms / 1000 - int(seconds) - int(micros) / 1e6)
+        state.instances = {instance.decode() for instance in instances}
+        recent = _recent(packed)
+        self._recent = [recent]
+        for stored in await self._read(self._connection, [int(rid) for rid in live], recent):
+            state.requests[stored.rid] = stored
         return state
 
-    async def _load_tokens(self, state: State) -> None:
-        logs = []
-        for stored in state.requests.values():
-            submit = session_pb2.Submit.FromString(stored.record)
+    async def find(self, names: Sequence[Name]) -> list[StoredRequest]:
+        keys, reading = self.keys, self._reading
+        found = await reading.call("MGET", *(f"{keys.names}{spell(*name)}" for name in names))
+        rids = [int(rid) for rid in found if rid is not None]
+        return await self._read(reading, rids) if rids else []
+
+    async def _read(
+        self, connection: Connection, rids: Sequence[int], recent: npt.NDArray[Any] | None = None
+    ) -> list[StoredRequest]:
+        """Those of the requests that are there. ``recent``: what that key holds, where no commit can come between."""
+        keys = self.keys
+        answers = await connection.pipeline([("HGETALL", f"{keys.request}{rid}") for rid in rids])
+        requests, logs = [], []
+        for rid, answer in zip(rids, answers, strict=True):
+            fields = _to_dict(answer)
+            if b"submit" not in fields:
+                continue  # it expired meanwhile
+            record = fields.pop(b"submit")
+            stored = StoredRequest(
+                rid, record, finishes={int(field[1:]): end for field, end in fields.items()}
+            )
+            requests.append(stored)
+            submit = session_pb2.Submit.FromString(record)
             asked = submit.params.HasField("logprobs") or submit.params.HasField("prompt_logprobs")
-            for choice in range(submit.n):
-                logs.append((self.keys.tokens, stored, choice))
+            for choice in range(submit.n or 1):
+                logs.append((keys.tokens, stored, choice))
                 if asked:
-                    logs.append((self.keys.logprobs, stored, choice))
-        answers = await self._pipeline(
-            [("GET", f"{prefix}{stored.rid}.{choice}") for prefix, stored, choice in logs]
-        )
+                    logs.append((keys.logprobs, stored, choice))
+        wanted = [f"{prefix}{stored.rid}.{choice}" for prefix, stored, choice in logs]
+        if recent is None:
+            # In one command: a commit in between could move tokens from one to the other.
+            packed, *answers = await connection.call("MGET", keys.recent, *wanted)
+            recent = _recent(packed)
+        else:
+            answers = await connection.pipeline([("GET", key) for key in wanted])
+        newest = _by_sequence(recent)
         for (prefix, stored, choice), packed in zip(logs, answers, strict=True):
-            if packed and prefix == self.keys.tokens:
-                stored.tokens[choice] = np.frombuffer(packed, "<i4")
+            if prefix == keys.tokens:
+                tokens = np.frombuffer(packed or b"", "<i4")
+                more = newest.get(stored.rid << CHOICE_BITS | choice)
+                if more is not None:
+                    tokens = np.concatenate([tokens, more])
+                if tokens.size:
+                    stored.tokens[choice] = tokens
             elif packed:
                 stored.logprobs[choice] = packed
+        return requests
 
-    async def _load_index(self, state: State) -> None:
-        for instance, highest in _to_dict(await self._call("HGETALL", self.keys.instances)).items():
-            name = instance.decode()
-            buckets = await self._pipeline(
-                [("HGETALL", f"{self.keys.index}{name}:{bucket}") for bucket in range(int(highest) + 1)]
-            )
-            blocks: list[int] = []
-            packed: list[bytes] = []
-            for bucket in buckets:
-                for block, entry in _to_dict(bucket).items():
-                    blocks.append(int(block))
-                    packed.append(entry)
-            entries = np.frombuffer(b"".join(packed), _ENTRY)
-            state.index[name] = IndexEntries(
-                name,
-                np.array(blocks, np.uint32),
-                entries["generation"].copy(),
-                entries["hash"].tobytes(),
-            )
+    async def load_index(self, instance: str) -> IndexEntries:
+        keys, reading = self.keys, self._reading
+        highest = int(await reading.call("HGET", keys.instances, instance) or -1)
+        blocks: list[npt.NDArray[np.uint32]] = []
+        entries: list[npt.NDArray[Any]] = []
+        for start in range(0, highest + 1, _BUCKETS_AT_ONCE):
+            buckets = range(start, min(start + _BUCKETS_AT_ONCE, highest + 1))
+            packed = await reading.call("MGET", *(f"{keys.index}{instance}:{bucket}" for bucket in buckets))
+            for bucket, records in zip(buckets, packed, strict=True):
+                held = np.frombuffer(records or b"", INDEXED)
+                taken = np.flatnonzero(held["generation"])
+                blocks.append((taken + bucket * BLOCKS_PER_BUCKET).astype(np.uint32))
+                entries.append(held[taken])
+        if not blocks:
+            return IndexEntries(instance, np.empty(0, np.uint32), np.empty(0, np.uint32), b"")
+        joined = np.concatenate(entries)
+        return IndexEntries(
+            instance, np.concatenate(blocks), joined["generation"].copy(), joined["hash"].tobytes()
+        )
 
     async def close(self) -> None:
-        await self._connection.disconnect()
+        await self._connection.close()
+        await self._reading.close()
 
     async def _function(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
         if not self._loaded:
-            await self._call("FUNCTION", "LOAD", "REPLACE", self._source)
+            await self._connection.call("FUNCTION", "LOAD", "REPLACE", self._source)
             self._loaded = True
-        return await self._call("FCALL", f"kvern_{name}{self._version}", len(keys), *keys, *arguments)
-
-    async def _call(self, *command: Any) -> Any:
-        return (await self._pipeline([command]))[0]
-
-    async def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Sends the commands together, a few hundred at a time, and reads their answers. Raises StoreUnavailable; the
-        connection is then a new one next time, so that a late answer is never taken for another's."""
-        answers: list[Any] = []
-        async with self._lock:
-            try:
-                if not self._connection.is_connected:
-                    await self._connection.connect()
-                for start in range(0, len(commands), _PIPELINE):
-                    batch = commands[start : start + _PIPELINE]
-                    packed = (
-                        self._connection.pack_command(*batch[0])
-                        if len(batch) == 1
-                        else self._connection.pack_commands(batch)
-                    )
-                    await self._connection.send_packed_command(packed)
-                    answers += [await self._connection.read_response() for _ in batch]
-            except ResponseError as error:
-                await self._connection.disconnect()
-                if "not found" in str(error):
-                    self._loaded = False
-                    raise StoreUnavailable("the function library is missing; loading it again") from error
-                raise StoreUnavailable(f"Redis refused: {error}") from error
-            except (RedisError, OSError, TimeoutError) as error:
-                await self._connection.disconnect()
-                raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
-            except BaseException:
-                await self._connection.disconnect()
-                raise
-        return answers
+        try:
+            return await self._connection.call(
+                "FCALL", f"kvern_{name}{self._version}", len(keys), *keys, *arguments
+            )
+        except LibraryMissing:
+            self._loaded = False
+            raise
 
 
-def _pack(delta: Delta) -> list[Any]:
-    arguments: list[Any] = [
-        delta.next_rid,
-        delta.seq_nos.astype("<u8", copy=False).tobytes(),
-        delta.counts.tobytes(),
-        delta.tokens.tobytes(),
-        len(delta.requests),
-    ]
+def _recent(packed: bytes | None) -> npt.NDArray[Any]:
+    return np.frombuffer(packed or b"", RECENT)
+
+
+def _sort(recent: Sequence[npt.NDArray[Any]]) -> tuple[bytes, bytes, bytes]:
+    """Sequence numbers, tokens of each, and the tokens, sequence by sequence in the order in which they came."""
+    numbers, counts, tokens = _group(np.concatenate(recent))
+    return numbers.tobytes(), counts.astype("<u4").tobytes(), tokens.tobytes()
+
+
+def _group(recent: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    order = np.argsort(recent["sequence"], kind="stable")
+    numbers, counts = np.unique(recent["sequence"][order], return_counts=True)
+    return numbers, counts, recent["token"][order]
+
+
+def _by_sequence(recent: npt.NDArray[Any]) -> dict[int, npt.NDArray[Any]]:
+    numbers, counts, tokens = _group(recent)
+    return dict(zip(numbers.tolist(), np.split(tokens, np.cumsum(counts)[:-1]), strict=False))
+
+
+def _pack(delta: Delta) -> Iterator[Any]:
+    """The lists that come last in the commit's arguments, each after its length."""
+    yield len(delta.requests)
     for request in delta.requests:
-        arguments += request
-    arguments.append(len(delta.logprobs))
+        yield from request
+    yield len(delta.logprobs)
     for seq_no, packed in delta.logprobs:
-        arguments += (*split_seq_no(seq_no), packed)
-    arguments.append(len(delta.finished))
+        yield from (*split_seq_no(seq_no), packed)
+    yield len(delta.finished)
     for finish in delta.finished:
-        rid, choice = split_seq_no(finish.seq_no)
-        arguments += (rid, choice, finish.record, finish.num_choices if finish.last else 0, finish.retain_s)
-    arguments += (len(delta.dropped), *delta.dropped)
-    arguments.append(len(delta.indexed))
+        yield from split_seq_no(finish.seq_no)
+        yield from (finish.record, finish.num_choices if finish.last else 0, finish.retain_s)
+        yield spell(*finish.name)
+    yield from (len(delta.dropped), *delta.dropped)
+    yield len(delta.indexed)
     for entries in delta.indexed:
-        arguments += (
+        yield from (
             entries.instance,
             entries.blocks.tobytes(),
             entries.generations.tobytes(),
             entries.hashes,
         )
-    return arguments
 
 
 def _to_dict(answer: Any) -> dict[bytes, bytes]:

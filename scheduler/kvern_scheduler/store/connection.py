@@ -1,0 +1,108 @@
+"""One connection to Redis or Valkey: no pool, no retries (a commit must never be repeated without our knowing), one
+second of patience."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from kvern_scheduler.store.base import StoreRefused, StoreUnavailable
+
+TIMEOUT_S = 1.0
+_BATCH = 512
+
+
+class LibraryMissing(StoreUnavailable):
+    """The server has no such function: it was flushed, or another server has taken over."""
+
+
+class Connection:
+    """Commands of several tasks go one after another."""
+
+    def __init__(self, url: str) -> None:
+        self._connection: Any = ConnectionPool.from_url(
+            url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            decode_responses=False,
+        ).make_connection()  # type: ignore[no-untyped-call]
+        self._lock = asyncio.Lock()
+
+    async def call(self, *command: Any) -> Any:
+        """The answer. Raises as ``pipeline`` does."""
+        return (await self.pipeline([command]))[0]
+
+    async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Sends the commands together, a few hundred at a time, and reads their answers. Raises StoreUnavailable; the
+        connection is then a new one next time, so that a late answer is never taken for another's."""
+        connection, answers = self._connection, []
+        async with self._lock:
+            try:
+                if not connection.is_connected:
+                    await connection.connect()
+                for start in range(0, len(commands), _BATCH):
+                    batch = commands[start : start + _BATCH]
+                    packed = (
+                        connection.pack_command(*batch[0])
+                        if len(batch) == 1
+                        else connection.pack_commands(batch)
+                    )
+                    await connection.send_packed_command(packed)
+                    answers += [await connection.read_response() for _ in batch]
+            except (RedisError, OSError, TimeoutError) as error:
+                await connection.disconnect()
+                raise explain(error) from error
+            except BaseException:
+                await connection.disconnect()
+                raise
+        return answers
+
+    async def close(self) -> None:
+        await self._connection.disconnect()
+
+
+def explain(error: Exception) -> StoreUnavailable:
+    """What went wrong, and what to do about it."""
+    said = str(error)
+    match error:
+        case BusyLoadingError():
+            return StoreUnavailable(f"it is still loading its data set ({said})")
+        case AuthenticationError() | NoPermissionError():
+            return StoreRefused(f"it refuses our user or password ({said}); correct --redis-url")
+        case ReadOnlyError():
+            return StoreUnavailable(
+                f"it is a read-only replica ({said}); give the primary's address in --redis-url"
+            )
+        case OutOfMemoryError():
+            return StoreUnavailable(f"it is full ({said}); raise its maxmemory")
+        case ResponseError() if "MISCONF" in said:
+            return StoreUnavailable(f"it cannot write to its disk ({said}); make room there")
+        case ResponseError() if "WRONGTYPE" in said:
+            return StoreRefused(
+                f"a key of this cell is not of the type that Kvern gave it ({said}); nothing else may write "
+                "keys that begin with kvern: — delete the key, or give another --cell"
+            )
+        case ResponseError() if "unknown command" in said.lower():
+            return StoreRefused(f"it is too old ({said}); Redis 7.0 or newer, or Valkey, is needed")
+        case ResponseError() if "DB index" in said:
+            return StoreRefused(f"it has no such database ({said}); correct --redis-url")
+        case ResponseError() if "not found" in said:
+            return LibraryMissing("its function library is missing; loading it again")
+        case ResponseError():
+            return StoreUnavailable(f"it refused a command ({said})")
+    return StoreUnavailable(f"{type(error).__name__}: {said}")

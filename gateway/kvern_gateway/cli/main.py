@@ -307,6 +307,21 @@ def bench_start(
     _print_result(benchmark.run(model, store), benchmark.render, as_json)
 
 
+@bench.command("recovery")
+def bench_recovery(
+    blocks: Annotated[int, typer.Option(min=1, help="In the worker's prefix index")] = 200_000,
+    requests: Annotated[int, typer.Option(min=1, help="Live ones")] = 1000,
+    finished: Annotated[int, typer.Option(min=0, help="Ended and retained ones")] = 10_000,
+    appendfsync: Annotated[Fsync, typer.Option()] = Fsync.always,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Time from the start of a scheduler's process, with a full store, to the tokens that clients wait for."""
+    from kvern_gateway.cli import bench_recovery as benchmark
+
+    options = benchmark.RecoveryOptions(blocks, requests, finished, appendfsync)
+    _print_result(benchmark.run(options), benchmark.render, as_json)
+
+
 @bench.command("chaos")
 def bench_chaos(
     kind: Annotated[str, typer.Option(help="scheduler, worker, gateway, store, or all")] = "all",

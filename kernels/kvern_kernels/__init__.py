@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import add_rms_norm as add_rms_norm
     from kvern_kernels.reference import copy_blocks as copy_blocks
     from kvern_kernels.reference import gelu_and_mul as gelu_and_mul
+    from kvern_kernels.reference import layer_norm as layer_norm
     from kvern_kernels.reference import linear as linear
     from kvern_kernels.reference import merge_attention as merge_attention
     from kvern_kernels.reference import new_kv_cache as new_kv_cache
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from kvern_kernels.reference import paged_attention as paged_attention
     from kvern_kernels.reference import rms_norm as rms_norm
     from kvern_kernels.reference import rope_and_store as rope_and_store
+    from kvern_kernels.reference import rotary as rotary
     from kvern_kernels.reference import run_decoder as run_decoder
     from kvern_kernels.reference import silu_and_mul as silu_and_mul
+    from kvern_kernels.reference import store_kv as store_kv
+    from kvern_kernels.reference import swiglu_and_mul as swiglu_and_mul
     from kvern_kernels.reference_lora import lora_expand as lora_expand
     from kvern_kernels.reference_lora import lora_plan as lora_plan
     from kvern_kernels.reference_lora import lora_shrink as lora_shrink
@@ -47,11 +51,15 @@ OPS = (
     "linear",
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
+    "rotary",
+    "store_kv",
     "rope_and_store",
     "paged_attention",
     "merge_attention",
     "silu_and_mul",
     "gelu_and_mul",
+    "swiglu_and_mul",
     "copy_blocks",
     "new_kv_cache",
     "pack_decoder",

@@ -205,6 +205,8 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """See reference.rope_and_store. Raises ValueError on a position or slot out of range."""
     type_ = TYPES.get(q.dtype)
@@ -212,9 +214,11 @@ def rope_and_store(
     same = q.dtype == k.dtype == v.dtype and (q_norm is None) == (k_norm is None)
     if q_norm is not None and k_norm is not None:
         same = same and q_norm.dtype == k_norm.dtype
+    same = same and k_scale == v_scale == 1.0
     if type_ is None or norm_type is None or not same or k_cache.dtype not in TYPES or q.shape[2] > 1024:
         return reference.rope_and_store(
-            *(q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache, interleaved, q_norm, k_norm, eps)
+            *(q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache, interleaved, q_norm, k_norm, eps),
+            *(k_scale, v_scale),
         )
     q, k, v = _dense(q), _dense(k), _dense(v)
     tokens, heads, dim = q.shape

@@ -81,6 +81,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., D] less its mean over D, divided by its standard deviation, times weight [D], plus bias [D]."""
+    wide = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), weight.shape, weight.float(), wide, eps).to(x.dtype)
+
+
+def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [T, H, D] rotated as by rope_and_store."""
+    return rotate(x.float(), positions, cos_sin, interleaved).to(x.dtype)
+
+
 def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of x [T, H, D] (float32): pairs (i, i + R/2), or (2i, 2i + 1) if interleaved."""
     rotary = cos_sin.shape[1]
@@ -108,6 +119,8 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] (after an RMS norm over D where a weight [D] is given),
     write k and v at their slots (block * block_size + offset; -1 is skipped), return the rotated q.
@@ -118,13 +131,34 @@ def rope_and_store(
     wide_k = k.float() if k_norm is None else rms_norm(k.float(), k_norm, eps)
     wide_q = rotate(wide_q, positions, cos_sin, interleaved)
     wide_k = rotate(wide_k, positions, cos_sin, interleaved)
+    store_kv(wide_k, v, slot_mapping, k_cache, v_cache, k_scale, v_scale)
+    return wide_q.to(q.dtype)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write k / k_scale and v / v_scale [T, Hkv, D] at their slots (block * block_size + offset; -1 is
+    skipped), saturated where the cache is float8_e4m3fn.
+    """
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = k_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = wide_k[kept].to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
-    return wide_q.to(q.dtype)
+    for cache, given, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        rows = given[kept].float() / scale
+        if cache.dtype == torch.float8_e4m3fn:
+            rows = rows.clamp(-448.0, 448.0)
+            # Indexed writes know no 8-bit floats; their bytes are as good.
+            cache.view(torch.uint8)[blocks, :, offsets] = rows.to(cache.dtype).view(torch.uint8)
+        else:
+            cache[blocks, :, offsets] = rows.to(cache.dtype)
 
 
 def paged_attention(
@@ -211,6 +245,13 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
+def swiglu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2I] → g·sigmoid(1.702 g)·(u + 1), [T, I], with g = x[:, :I] up to 7 and u = x[:, I:] within ±7
+    (GPT-OSS).
+    """
+    return gated(x.float(), "swiglu_oai").to(x.dtype)
+
+
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy block sources[i] onto targets[i] (int64 [n]); all sources are read before any is written."""
     k_cache[targets] = k_cache[sources]
@@ -278,7 +319,7 @@ def run_decoder(
 
 # Last, since they build on the ops above.
 from kvern_kernels.reference_lora import lora_expand, lora_plan, lora_shrink  # noqa: E402, F401
-from kvern_kernels.reference_moe import fused_moe, moe_route, pack_experts  # noqa: E402, F401
+from kvern_kernels.reference_moe import fused_moe, gated, moe_route, pack_experts  # noqa: E402, F401
 from kvern_kernels.reference_quant import (  # noqa: E402, F401
     pack_awq,
     pack_fp8,

@@ -14,29 +14,23 @@ from kvern_kernels.triton.launch import cdiv, dense, launch, next_power_of_2
 
 @triton.jit
 def _gate_kernel(
-    x_ptr,  # [T, 2I]; gate and up side by side, or alternating (INTERLEAVED)
+    x_ptr,  # [T, 2I], gate then up
     out_ptr,  # [T, I]
     stride_xt,
     stride_ot,
     inner,  # I
-    limit,
-    alpha,
-    KIND: tl.constexpr,  # "silu", "gelu_tanh" or "swiglu" (clamped, GPT-OSS)
+    KIND: tl.constexpr,  # "silu", "gelu_tanh" or "swiglu_oai" (clamped)
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < inner
-    if KIND == "swiglu":
-        gate_at, up_at = 2 * column, 2 * column + 1
-    else:
-        gate_at, up_at = column, column + inner
-    gate = tl.load(x_ptr + row * stride_xt + gate_at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * stride_xt + up_at, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "swiglu":
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        out = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    gate = tl.load(x_ptr + row * stride_xt + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_xt + inner + column, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "swiglu_oai":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        out = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     elif KIND == "gelu_tanh":
         # tanh(z) = 1 - 2 / (e^2z + 1), which neither overflows to NaN nor needs a library.
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -56,13 +50,18 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return _gated(x, "gelu_tanh")
 
 
-def _gated(x: Tensor, kind: str, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+def swiglu_and_mul(x: Tensor) -> Tensor:
+    """See reference.swiglu_and_mul."""
+    return _gated(x, "swiglu_oai")
+
+
+def _gated(x: Tensor, kind: str) -> Tensor:
     x = dense(x)
     rows, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     block = min(1024, next_power_of_2(inner))
     launch(
-        *(_gate_kernel, (rows, cdiv(inner, block)), x, out, x.stride(0), out.stride(0), inner, limit, alpha),
+        *(_gate_kernel, (rows, cdiv(inner, block)), x, out, x.stride(0), out.stride(0), inner),
         KIND=kind,
         BLOCK=block,
     )
@@ -74,3 +73,4 @@ def production() -> Iterator[tuple[str, Callable[[], object]]]:
     x = torch.empty((16, 2 * 14336), dtype=torch.bfloat16, device="meta")
     yield "silu bf16", lambda: silu_and_mul(x)
     yield "gelu bf16", lambda: gelu_and_mul(x)
+    yield "clamped swiglu bf16", lambda: swiglu_and_mul(x)

@@ -15,20 +15,54 @@ if not torch.cuda.is_available():
         why = "torch was built without CUDA or ROCm" if not torch.backends.cuda.is_built() else "no GPU found"
         raise ImportError(f"{why} (TRITON_INTERPRET=1 runs the kernels, slowly, on CPU tensors)")
 
-from kvern_kernels.triton.activations import gelu_and_mul, silu_and_mul
+from torch import Tensor
+
+import kvern_kernels
+from kvern_kernels.decoder import Decoder, run_layers
+from kvern_kernels.reference import new_kv_cache, pack_decoder
+from kvern_kernels.triton.activations import gelu_and_mul, silu_and_mul, swiglu_and_mul
 from kvern_kernels.triton.attention import merge_attention, paged_attention
+from kvern_kernels.triton.kv import copy_blocks, store_kv
 from kvern_kernels.triton.launch import chip, interpreted
+from kvern_kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from kvern_kernels.triton.rope import rope_and_store, rotary
 
 NAME = f"triton/{'interpreter' if interpreted() else chip().name}"
 DEVICES = ("cpu", "cuda") if interpreted() else ("cuda",)
 ONLY_WHEN_ASKED = interpreted()  # far too slow to be anyone's default
 
+
+def run_decoder(
+    decoder: Decoder,
+    hidden: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See reference.run_decoder: op by op, each by the backend that serves it."""
+    step = (positions, slot_mapping, block_tables, query_start, seq_lens)
+    return run_layers(kvern_kernels, decoder, hidden, *step)
+
+
 __all__ = [
     "DEVICES",
     "NAME",
     "ONLY_WHEN_ASKED",
+    "add_rms_norm",
+    "copy_blocks",
     "gelu_and_mul",
+    "layer_norm",
     "merge_attention",
+    "new_kv_cache",
+    "pack_decoder",
     "paged_attention",
+    "rms_norm",
+    "rope_and_store",
+    "rotary",
+    "run_decoder",
     "silu_and_mul",
+    "store_kv",
+    "swiglu_and_mul",
 ]

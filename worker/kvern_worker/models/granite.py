@@ -1,4 +1,5 @@
-"""Granite: a Llama with multipliers on embeddings, scores, residuals and logits."""
+"""Granite: a Llama with multipliers on embeddings, scores, residuals and logits; Granite-MoE has experts, all of a kind
+in one tensor, and may have a shared one beside them."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields
 from kvern_worker.layers.attention import KvCache
-from kvern_worker.layers.decoder import Block, Decoder, load_decoder
-from kvern_worker.layers.mlp import load_gated_mlp
-from kvern_worker.layers.norm import load_rms_norm
+from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
+from kvern_worker.layers.mlp import GatedMlp, gate, load_gated_mlp
+from kvern_worker.layers.moe import MixtureOfExperts, Routing, load_stacked_experts, parse_routing
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
@@ -19,12 +20,14 @@ from kvern_worker.weights.loader import WeightLoader
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """``logit_divisor`` divides logits, the other multipliers multiply."""
+    """``logit_divisor`` divides logits, the other multipliers multiply. ``routing``: None without experts."""
 
     embedding_multiplier: float
     attention_multiplier: float
     residual_multiplier: float
     logit_divisor: float
+    routing: Routing | None
+    shared_size: int
 
 
 def parse(raw: HfConfig) -> GraniteConfig:
@@ -40,6 +43,8 @@ def parse(raw: HfConfig) -> GraniteConfig:
         attention_multiplier=raw.number("attention_multiplier", 1.0),
         residual_multiplier=raw.number("residual_multiplier", 1.0),
         logit_divisor=raw.number("logits_scaling", 1.0),
+        routing=parse_routing(raw, "num_local_experts", 8, 2) if "Moe" in raw.architecture else None,
+        shared_size=int(raw.get("shared_intermediate_size") or 0) if "Shared" in raw.architecture else 0,
     )
 
 
@@ -49,7 +54,6 @@ def build(config: GraniteConfig, loader: WeightLoader, cache: KvCache, num_posit
         config,
         loader,
         partial(_block, config, loader, cache, table),
-        partial(load_rms_norm, loader, "model.norm", config.hidden_size, config.rms_norm_eps),
         embedding_scale=config.embedding_multiplier,
         logit_scale=1 / config.logit_divisor,
     )
@@ -57,7 +61,10 @@ def build(config: GraniteConfig, loader: WeightLoader, cache: KvCache, num_posit
 
 def _block(config: GraniteConfig, loader: WeightLoader, cache: KvCache, table: Tensor, layer: int) -> Block:
     prefix, hidden = f"model.layers.{layer}", config.hidden_size
-    return Block(
+    return load_pre_norm_block(
+        config,
+        loader,
+        prefix,
         attention=load_self_attention(
             *(config, loader, cache, layer, table),
             prefix=f"{prefix}.self_attn",
@@ -65,8 +72,29 @@ def _block(config: GraniteConfig, loader: WeightLoader, cache: KvCache, table: T
         ),
         mlp=load_gated_mlp(
             *(loader, f"{prefix}.mlp", hidden, config.intermediate_size, config.activation, config.mlp_bias)
-        ),
-        pre_attention=load_rms_norm(loader, f"{prefix}.input_layernorm", hidden, config.rms_norm_eps),
-        pre_mlp=load_rms_norm(loader, f"{prefix}.post_attention_layernorm", hidden, config.rms_norm_eps),
+        )
+        if config.routing is None
+        else _moe(config, config.routing, loader, prefix),
         multiplier=config.residual_multiplier,
+    )
+
+
+def _moe(config: GraniteConfig, routing: Routing, loader: WeightLoader, prefix: str) -> MixtureOfExperts:
+    moe, hidden = f"{prefix}.block_sparse_moe", config.hidden_size
+    shared: GatedMlp | None = None
+    if config.shared_size:
+        names, sizes = f"{prefix}.shared_mlp", config.shared_size
+        shared = GatedMlp(
+            gate_up=loader.linear([f"{names}.input_linear"], [2 * sizes], hidden, bias=False),
+            down=loader.linear([f"{names}.output_linear"], [hidden], sizes, bias=False),
+            activation=gate(config.activation),
+        )
+    return MixtureOfExperts(
+        routing=routing,
+        router=loader.linear([f"{moe}.router.layer"], [routing.num_experts], hidden, bias=False),
+        experts=load_stacked_experts(
+            *(loader, f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
+            *(routing.num_experts, hidden, config.intermediate_size),
+        ),
+        shared=shared,
     )

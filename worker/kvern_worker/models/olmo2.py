@@ -24,12 +24,7 @@ def parse(raw: HfConfig) -> DecoderConfig:
 
 def build(config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_positions: int) -> Decoder:
     table = cos_sin_table(config.rope, config.rotary_dim, num_positions)
-    return load_decoder(
-        config,
-        loader,
-        partial(_block, config, loader, cache, table),
-        partial(load_rms_norm, loader, "model.norm", config.hidden_size, config.rms_norm_eps),
-    )
+    return load_decoder(config, loader, partial(_block, config, loader, cache, table))
 
 
 def _block(config: DecoderConfig, loader: WeightLoader, cache: KvCache, table: Tensor, layer: int) -> Block:

@@ -9,9 +9,8 @@ from torch import Tensor
 from kvern.rpc.errors import invalid
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields
 from kvern_worker.layers.attention import KvCache
-from kvern_worker.layers.decoder import Block, Decoder, load_decoder
+from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
 from kvern_worker.layers.mlp import GatedMlp, gate
-from kvern_worker.layers.norm import load_rms_norm
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
@@ -34,25 +33,20 @@ def parse(raw: HfConfig) -> DecoderConfig:
 
 def build(config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_positions: int) -> Decoder:
     table = cos_sin_table(config.rope, config.rotary_dim, num_positions)
-    return load_decoder(
-        config,
-        loader,
-        partial(_block, config, loader, cache, table),
-        partial(load_rms_norm, loader, "model.norm", config.hidden_size, config.rms_norm_eps),
-    )
+    return load_decoder(config, loader, partial(_block, config, loader, cache, table))
 
 
 def _block(config: DecoderConfig, loader: WeightLoader, cache: KvCache, table: Tensor, layer: int) -> Block:
     prefix, hidden, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
-    return Block(
-        attention=load_self_attention(
-            config, loader, cache, layer, table, prefix=f"{prefix}.self_attn", fused=True
-        ),
+    attention = f"{prefix}.self_attn"
+    return load_pre_norm_block(
+        config,
+        loader,
+        prefix,
+        attention=load_self_attention(config, loader, cache, layer, table, prefix=attention, fused=True),
         mlp=GatedMlp(
             gate_up=loader.linear([f"{prefix}.mlp.gate_up_proj"], [2 * inner], hidden, bias=False),
             down=loader.linear([f"{prefix}.mlp.down_proj"], [hidden], inner, bias=False),
             activation=gate(config.activation),
         ),
-        pre_attention=load_rms_norm(loader, f"{prefix}.input_layernorm", hidden, config.rms_norm_eps),
-        pre_mlp=load_rms_norm(loader, f"{prefix}.post_attention_layernorm", hidden, config.rms_norm_eps),
     )

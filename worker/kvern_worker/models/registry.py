@@ -5,6 +5,7 @@ A model file is a module with two functions::
     def parse(raw: HfConfig) -> ModelConfig                                     # no weights, no memory
     def build(config, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model
 
+and, where its checkpoints come quantized, the methods that it reads: ``QUANTIZATIONS = ("mxfp4",)``.
 Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
 """
 
@@ -40,6 +41,15 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite",
+    "GraniteMoeSharedForCausalLM": "granite",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen_moe",
+    "Qwen3MoeForCausalLM": "qwen_moe",
+    "OlmoeForCausalLM": "olmoe",
+    "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GPT2LMHeadModel": "gpt2",
 }
@@ -100,8 +110,8 @@ def parse_hf_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ())
     """Turns the contents of a ``config.json`` into a ModelConfig. Raises KvernError naming the key at fault."""
     config = HfConfig(raw, eos_token_ids)
     file = find(config.architecture)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    method = (raw.get("quantization_config") or {}).get("quant_method", "")
+    if method and method not in getattr(file, "QUANTIZATIONS", ()):
         raise unsupported(
             f"checkpoints quantized with {method} are not supported; use the unquantized checkpoint or a GGUF file",
             field="quantization_config",

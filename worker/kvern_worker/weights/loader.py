@@ -71,9 +71,19 @@ class WeightLoader:
         self._fill(name, out)
         return out
 
+    def bytes(self, name: str, *shape: int) -> Tensor:
+        """One tensor of uint8, as it is quantized."""
+        out = torch.empty(shape, dtype=torch.uint8)
+        self._fill(name, out)
+        return out
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor; a dummy one has all."""
         return self._source.has(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether the tensor is there to be read; in a dummy checkpoint none is."""
+        return name in self._source.infos
 
     def linear(
         self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
@@ -109,11 +119,14 @@ class WeightLoader:
         if blocks is None or blocks[1] not in PACKED_KINDS:
             return self.pack(weight)
         packed = kernels.pack_gguf(*blocks)
-        self._count(num_bytes=packed.num_bytes)
-        return packed
+        return self.counted(packed)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
-        packed = kernels.pack_linear(weight, bias)
+        """``weight`` [out, in] for kernels.linear."""
+        return self.counted(kernels.pack_linear(weight, bias))
+
+    def counted(self, packed: kernels.PackedLinear) -> kernels.PackedLinear:
+        """The same, its memory counted."""
         self._count(num_bytes=packed.num_bytes)
         return packed
 

@@ -1,0 +1,52 @@
+"""`make parity`: every family at length, and the table PARITY.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import transformers
+from parity.families import FAMILIES, Family
+from parity.family_check import Parity, check
+
+TABLE = Path(__file__).with_name("PARITY.md")
+HEAD = f"""# Parity with transformers
+
+Made by `make parity` with transformers {transformers.__version__}: for every family a tiny random checkpoint in float32,
+and 20 random prompts of 9 to 60 tokens with 32 tokens of greedy output each. Every token is transformers' own (or ties with
+it within 1e-4) when prompts are cut into chunks of at most 32 tokens and mixed with decodes, and the same bits come alone,
+all in one batch, after prefix hits and after preemption.
+
+* **log-probability**: the largest difference to transformers', over the whole vocabulary at every position of 3 prompts
+* **gap**: by how much transformers' best logit exceeds the chosen token's at the worst position; 0: always its arg max
+
+| family | architecture | tokens | log-probability | gap | tokens from prefix hits | preemptions |
+|---|---|---|---|---|---|---|
+"""
+
+
+def row(name: str, family: Family, found: Parity) -> str:
+    return (
+        f"| {name} | {family.architecture} | {found.tokens} | {found.logit_error:.1e} | {found.worst_gap:.1e} "
+        f"| {found.prefix_hits} | {found.preemptions} |"
+    )
+
+
+def main() -> int:
+    rows, failed = [], []
+    for name, family in FAMILIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows.append(row(name, family, check(family, Path(folder), num_prompts=20, length=32)))
+                print(rows[-1], flush=True)
+            except AssertionError as error:
+                failed.append(name)
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+    if not failed:
+        TABLE.write_text(HEAD + "\n".join(rows) + "\n")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

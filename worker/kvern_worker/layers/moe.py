@@ -1,0 +1,112 @@
+"""Mixture of experts: a router chooses a few of many MLPs for each token, and perhaps one runs for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvern_kernels as kernels
+from kvern.rpc.errors import invalid
+from kvern_worker.config import HfConfig
+from kvern_worker.layers.mlp import GatedMlp
+from kvern_worker.weights.loader import WeightLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How experts are chosen; see ``kernels.moe_route``."""
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+def parse_routing(raw: HfConfig, experts: str, num_experts: int, top_k: int, **options: Any) -> Routing:
+    """From the key ``experts`` and ``num_experts_per_tok``; the numbers are their defaults. Raises KvernError where
+    the experts don't divide into groups or are fewer than each token needs."""
+    # transformers 5 writes Qwen3-MoE's num_experts under the name that others use.
+    experts = experts if experts in raw else "num_local_experts"
+    routing = Routing(
+        num_experts=raw.positive(experts, num_experts),
+        top_k=raw.positive("num_experts_per_tok", top_k),
+        **options,
+    )
+    if routing.num_experts % routing.num_groups:
+        raise invalid(
+            "n_group",
+            f"{routing.num_experts} experts do not divide into {routing.num_groups} groups",
+            value=routing.num_groups,
+        )
+    reachable = routing.num_experts // routing.num_groups * routing.top_groups
+    if routing.top_k > reachable:
+        raise invalid(
+            "num_experts_per_tok",
+            f"num_experts_per_tok is {routing.top_k} and {reachable} experts can be chosen",
+            value=routing.top_k,
+            limit=reachable,
+        )
+    return routing
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """x [T, D] → [T, D]. ``bias``: [experts] float32, on scores for the choice alone. ``shared_gate``: one output, whose
+    sigmoid weighs the shared expert."""
+
+    routing: Routing
+    router: kernels.PackedLinear
+    experts: Any
+    bias: Tensor | None = None
+    shared: GatedMlp | None = None
+    shared_gate: kernels.PackedLinear | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        how = self.routing
+        weights, ids = kernels.moe_route(
+            kernels.linear(x, self.router, torch.float32),
+            *(how.top_k, how.scoring, how.renormalize, self.bias, how.num_groups, how.top_groups, how.scale),
+        )
+        out = kernels.fused_moe(x, weights, ids, self.experts)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            score = kernels.linear(x, self.shared_gate, torch.float32)
+            # The sigmoid of the score: softmax treats every row alike, torch.sigmoid rounds the last ones otherwise.
+            share = torch.cat((score, torch.zeros_like(score)), -1).softmax(-1)[:, :1]
+            shared = (shared * share).to(x.dtype)
+        return out + shared
+
+
+def load_experts(
+    loader: WeightLoader,
+    prefix: str,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Any:
+    """``prefix``.0 … with a gate, an up and a down projection each."""
+    gate, up, down = names
+    each = [f"{prefix}.{expert}" for expert in range(num_experts)]
+    return kernels.pack_experts(
+        [loader.linear([f"{one}.{gate}", f"{one}.{up}"], [inner, inner], hidden, False) for one in each],
+        [loader.linear([f"{one}.{down}"], [hidden], inner, False) for one in each],
+    )
+
+
+def load_stacked_experts(
+    loader: WeightLoader, gate_up: str, down: str, num_experts: int, hidden: int, inner: int
+) -> Any:
+    """``gate_up`` [experts, 2 inner, hidden], the gates first, and ``down`` [experts, hidden, inner]."""
+    return kernels.pack_experts(
+        [loader.pack(weight) for weight in loader.read(gate_up, num_experts, 2 * inner, hidden)],
+        [loader.pack(weight) for weight in loader.read(down, num_experts, hidden, inner)],
+    )

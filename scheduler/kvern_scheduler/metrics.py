@@ -143,7 +143,9 @@ class Metrics:
             yield GaugeMetricFamily(
                 f"kvern_scheduler_{name}_us_p50", f"Median {name} time, microseconds", value=ring.median()
             )
-        yield GaugeMetricFamily("kvern_scheduler_sessions", "Gateways", value=len(self._engine.sessions))
+        yield GaugeMetricFamily(
+            "kvern_scheduler_sessions", "Gateways", value=len(self._engine.subscriptions.sessions)
+        )
 
     def _waiting_by_reason(self, groups: list[Group]) -> Metric:
         """Long prompts wait for others of their kind (``deferred``), all else for a slot or blocks."""

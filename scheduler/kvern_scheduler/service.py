@@ -55,8 +55,8 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             raise KvernError(
                 error_pb2.ERROR_CODE_UNAVAILABLE, "this scheduler does not lead", retry_after_ms=200
             )
-        session = GatewaySession(next(self._numbers), context)
-        engine.sessions[session.number] = session
+        session = GatewaySession(next(self._numbers), context, engine.subscriptions.catch_up)
+        engine.subscriptions.sessions[session.number] = session
         asking = Asking(engine, session, archive)
         tasks = [
             asyncio.create_task(self._receive(engine, session, asking, context)),
@@ -134,7 +134,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         if engine is None:
             return response
         response.step = engine.committer.step
-        response.num_gateways = len(engine.sessions)
+        response.num_gateways = len(engine.subscriptions.sessions)
         timings = engine.timings
         step_us = timings.step.median()
         response.timings.CopyFrom(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -27,8 +28,15 @@ class Session:
     """The events of one gateway's handles. Appending never waits: a gateway that does not read fills the buffer, and
     is then dropped; its requests go on, and can be attached to again."""
 
-    def __init__(self, number: int, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(
+        self,
+        number: int,
+        context: grpc.aio.ServicerContext[Any, Any],
+        catch_up: Callable[[Session], bool] = lambda _: False,
+    ) -> None:
+        """``catch_up`` is asked before each message: it may add to it, and says whether there is more to add."""
         self.number = number
+        self._catch_up = catch_up
         self.gateway_id = ""
         self.sequences: dict[int, Sequence] = {}
         self.overflowed = False
@@ -56,9 +64,16 @@ class Session:
         self._message.refused.append(refused)
         self._touch()
 
-    def logprobs(self, logprobs: session_pb2.ChoiceLogprobs) -> None:
+    def logprobs(self, logprobs: session_pb2.ChoiceLogprobs) -> int:
+        """Returns how many entries there are."""
         self._message.logprobs.append(logprobs)
-        self._touch(sum(1 + len(token.top_token_ids) for token in logprobs.tokens))
+        size = sum(1 + len(token.top_token_ids) for token in logprobs.tokens)
+        self._touch(size)
+        return size
+
+    def wake(self) -> None:
+        """There is something to catch up with."""
+        self._wake.set()
 
     def finished(self, finished: session_pb2.Finished) -> None:
         """The handle's last word."""
@@ -97,10 +112,13 @@ class Session:
     async def send(self) -> None:
         """Writes what there is, whenever there is something. Raises KvernError when too much was not read."""
         write = self._context.write
+        more = False
         while True:
-            await self._wake.wait()
+            if not more:
+                await self._wake.wait()
             self._wake.clear()
             self.check()
+            more = self._catch_up(self)
             self._last_sent = time.monotonic()
             await write(self._take())
 

@@ -60,6 +60,8 @@ class Gateway:
         self.first_index: dict[int, int] = {}
         self.logprobs: dict[int, list[session_pb2.ChoiceLogprobs]] = {}
         self.finished: dict[int, session_pb2.Finished] = {}
+        # Of the messages so far, in tokens and log-probabilities.
+        self.largest = 0
         self.error: grpc.aio.AioRpcError | None = None
         self.violation: AssertionError | None = None
         self._changed = asyncio.Event()
@@ -127,6 +129,8 @@ class Gateway:
             self.admitted[admitted.handle] = admitted
         for refused in response.refused:
             self.refused[refused.handle] = refused.error
+        entries = sum(1 + len(t.top_token_ids) for logprobs in response.logprobs for t in logprobs.tokens)
+        self.largest = max(self.largest, len(response.token_ids) // 4 + entries)
         handles = unpack_u32(response.token_handles).tolist()
         indexes = unpack_u32(response.token_indexes).tolist()
         for handle, index, token in zip(

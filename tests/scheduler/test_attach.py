@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
+import pytest
 from scheduler.scheduler_harness import SIM, Cluster, Gateway, make_submit
 
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
+from kvern_scheduler import sessions
 from kvern_scheduler.store.base import Name, StoredRequest, StoreUnavailable
 from kvern_scheduler.store.memory import MemoryStore
+from kvern_scheduler.subscriptions import REPLAY_UNITS
 from kvern_worker.sim import continue_greedily
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -28,7 +31,7 @@ async def test_an_unnamed_request_that_ends_before_its_gateway_is_back(cluster: 
     await cluster.start_scheduler()
     second = await cluster.gateway()
     async with asyncio.timeout(10):
-        while (status := await second.status()).groups[0].num_running or status.step < 60:
+        while not any(stored.finishes for stored in (await cluster.store.load()).requests.values()):
             await asyncio.sleep(0.01)
     await second.send(
         attaches=[session_pb2.Attach(handle=1, request_id="r1", next_index=[len(first.tokens[1])])]
@@ -36,6 +39,62 @@ async def test_an_unnamed_request_that_ends_before_its_gateway_is_back(cluster: 
     await second.finish(1)
     assert 1 not in second.refused
     assert first.tokens[1] + second.tokens[1] == continue_greedily(PROMPT, 60, SIM)
+
+
+async def test_a_session_that_breaks_costs_an_unnamed_request_nothing(cluster: Cluster) -> None:
+    """Be it before the request ends, or just when its last tokens are on their way."""
+    cluster.workers[0].config = replace(SIM, step_us=2000)
+    await cluster.start()
+    first = await cluster.gateway()
+    await first.submit(1, PROMPT, 150, n=2, params={"temperature": 1.0})
+    await first.submit(4, PROMPT, 8)
+    await first.finish(4)
+    await first.until(lambda: len(first.tokens.get(2, [])) > 20)
+    await first.close()
+    second = await cluster.gateway()
+    lacks = [len(first.tokens[1]), len(first.tokens[2])]
+    await second.send(
+        attaches=[
+            session_pb2.Attach(handle=1, request_id="r1", next_index=lacks, claim=first.admitted[1].claim),
+            session_pb2.Attach(handle=4, request_id="r4", next_index=[5], claim=first.admitted[4].claim),
+        ]
+    )
+    await second.finish(1, 2, 4)
+    assert not second.refused and not second.admitted[1].prompt_token_ids
+    assert second.tokens[4] == first.tokens[4][5:]
+    assert first.tokens[1] + second.tokens[1] == continue_greedily(PROMPT, 150, SIM, 7)
+    assert {second.finished[handle].reason for handle in (1, 2)} == {sampling_pb2.FINISH_REASON_LENGTH}
+
+
+async def test_long_replays_come_in_pieces_and_stay_in_order(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than a session may buffer, and log-probabilities, while new ones are being made."""
+    monkeypatch.setattr(sessions, "MAX_BUFFERED", 2 * REPLAY_UNITS)
+    config = replace(SIM, num_blocks=8192, max_model_len=2400, step_us=200, strict=False)
+    cluster.workers[0].config = config
+    await cluster.start()
+    first = await cluster.gateway()
+    for handle in range(1, 15):
+        asked = {"logprobs": 2, "prompt_logprobs": 1} if handle < 3 else {}
+        await first.submit(handle, PROMPT, 1500, resumable=True, params=asked)
+    await first.until(lambda: len(first.tokens.get(14, [])) > 900, 30)
+    second = await cluster.gateway()
+    await second.send(attaches=[session_pb2.Attach(handle=h, request_id=f"r{h}") for h in range(1, 15)])
+    await second.finish(*range(1, 15), timeout=30)
+    assert not second.refused
+    assert second.largest < 2 * REPLAY_UNITS
+    expected = continue_greedily(PROMPT, 1500, config)
+    for handle in range(1, 15):
+        assert second.admitted[handle].prompt_token_ids
+        assert second.tokens[handle] == expected
+    for handle in (1, 2):
+        entries = second.logprobs[handle]
+        indexes = [
+            entry.first_index + i for entry in entries if not entry.prompt for i in range(len(entry.tokens))
+        ]
+        assert indexes == list(range(1500))
+        assert sum(len(entry.tokens) for entry in entries if entry.prompt) == len(PROMPT) - 1
 
 
 async def test_what_is_resumed_must_exist(cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ import pytest
 from scheduler.scheduler_harness import SIM, Cluster, SimWorker, make_submit
 
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
+from kvern_scheduler import engine
 from kvern_scheduler.core.requests import sequence_seed
 from kvern_worker.sim import continue_greedily
 
@@ -166,7 +167,10 @@ async def test_full_queues_refuse_at_once_and_the_admitted_finish(cluster: Clust
     assert all(e.retry_after_ms > 0 for e in gateway.refused.values())
 
 
-async def test_a_broken_session_aborts_the_unnamed_and_keeps_the_named(cluster: Cluster) -> None:
+async def test_a_broken_session_aborts_the_unnamed_and_keeps_the_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "UNNAMED_GRACE_S", 0.0)
     cluster.workers[0].config = replace(SIM, step_us=2000)
     await cluster.start()
     first = await cluster.gateway()

@@ -272,11 +272,13 @@ class Cell:
     def num_rows(self) -> int:
         return len(self._rows)
 
-    def output_tokens(self, sequence: Sequence) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """All output tokens so far, committed or not, int32 [n]."""
+    def output_tokens(
+        self, sequence: Sequence, start: int = 0, end: int | None = None
+    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Output tokens so far, committed or not, from ``start`` to before ``end``."""
         if sequence.slot >= 0 and isinstance(sequence.group, Group):
             sequence.group.batch.flush(sequence.slot)
-        return np.frombuffer(sequence.output.tobytes(), np.int32)
+        return np.array(sequence.output[start:end], np.int32)
 
     def take_changes(self) -> Changes:
         """Everything since the last call."""

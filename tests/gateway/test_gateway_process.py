@@ -92,11 +92,12 @@ async def test_sigterm_ends_what_is_open_after_the_grace_with_an_error(
     await healthy(url)
     async with httpx.AsyncClient(verify=False, timeout=20) as http:
         body = {"prompt": "x", "max_tokens": 2000, "stream": True}
-        running = asyncio.create_task(http.post(f"{url}/v1/completions", json=body))
-        await until(lambda: scheduler.submits)
-        process.send_signal(signal.SIGTERM)
-        answer = await running
-    *_, last, done = answer.text.rstrip().split("data: ")
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            process.send_signal(signal.SIGTERM)
+            text += "".join([piece async for piece in pieces])
+    *_, last, done = text.rstrip().split("data: ")
     assert done == "[DONE]"
     last = json.loads(last)
     assert last["error"]["code"] == "unavailable"

@@ -31,7 +31,7 @@ async def test_an_unnamed_request_that_ends_before_its_gateway_is_back(cluster: 
     await cluster.start_scheduler()
     second = await cluster.gateway()
     async with asyncio.timeout(10):
-        while not any(stored.finishes for stored in (await cluster.store.load()).requests.values()):
+        while (await cluster.store.load()).requests:
             await asyncio.sleep(0.01)
     await second.send(
         attaches=[session_pb2.Attach(handle=1, request_id="r1", next_index=[len(first.tokens[1])])]

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from kvern_kernels.reference_quant import pack_mxfp4 as pack_mxfp4
     from kvern_kernels.reference_quant import quantize_fp8 as quantize_fp8
     from kvern_kernels.reference_quant import quantize_int8 as quantize_int8
+    from kvern_kernels.reference_sampling import gather_logprobs as gather_logprobs
+    from kvern_kernels.reference_sampling import mask_logits as mask_logits
+    from kvern_kernels.reference_sampling import penalize_logits as penalize_logits
+    from kvern_kernels.reference_sampling import philox_uniform as philox_uniform
+    from kvern_kernels.reference_sampling import sample as sample
 
 OPS = (
     "pack_linear",
@@ -64,6 +69,11 @@ OPS = (
     "new_kv_cache",
     "pack_decoder",
     "run_decoder",
+    "philox_uniform",
+    "penalize_logits",
+    "mask_logits",
+    "sample",
+    "gather_logprobs",
     "pack_gptq",
     "pack_awq",
     "pack_int8",

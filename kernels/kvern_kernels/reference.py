@@ -330,3 +330,10 @@ from kvern_kernels.reference_quant import (  # noqa: E402, F401
     quantize_int8,
     requantized,
 )
+from kvern_kernels.reference_sampling import (  # noqa: E402, F401
+    gather_logprobs,
+    mask_logits,
+    penalize_logits,
+    philox_uniform,
+    sample,
+)

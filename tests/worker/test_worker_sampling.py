@@ -15,8 +15,8 @@ from worker.mini_scheduler import MiniScheduler, Sequence, generate
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
+from kvern_kernels.philox import philox4x32, uniform
 from kvern_worker.executor import ModelExecutor
-from kvern_worker.philox import philox4x32, uniform
 from kvern_worker.sampling import draw, sample
 from kvern_worker.sampling_state import SamplingState
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvern_kernels.philox import uniform
 from kvern_worker.logits_edits import adjust, adjusting
-from kvern_worker.philox import uniform
 from kvern_worker.sampling_state import SamplingState
 
 Ints = npt.NDArray[np.int64]

@@ -25,7 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 from kvern_kernels.triton.launch import CHIPS, Chip, Launch, record
 
 # Modules of this package with a `production()`: (label, call on meta tensors).
-MODULES = ("activations", "attention", "kv", "norms", "rope")
+MODULES = ("activations", "attention", "kv", "norms", "rope", "sampling")
 
 
 @dataclass(frozen=True, slots=True)

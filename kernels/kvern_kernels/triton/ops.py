@@ -26,6 +26,13 @@ from kvern_kernels.triton.kv import copy_blocks, store_kv
 from kvern_kernels.triton.launch import chip, interpreted
 from kvern_kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from kvern_kernels.triton.rope import rope_and_store, rotary
+from kvern_kernels.triton.sampling import (
+    gather_logprobs,
+    mask_logits,
+    penalize_logits,
+    philox_uniform,
+    sample,
+)
 
 NAME = f"triton/{'interpreter' if interpreted() else chip().name}"
 DEVICES = ("cpu", "cuda") if interpreted() else ("cuda",)
@@ -52,16 +59,21 @@ __all__ = [
     "ONLY_WHEN_ASKED",
     "add_rms_norm",
     "copy_blocks",
+    "gather_logprobs",
     "gelu_and_mul",
     "layer_norm",
+    "mask_logits",
     "merge_attention",
     "new_kv_cache",
     "pack_decoder",
     "paged_attention",
+    "penalize_logits",
+    "philox_uniform",
     "rms_norm",
     "rope_and_store",
     "rotary",
     "run_decoder",
+    "sample",
     "silu_and_mul",
     "store_kv",
     "swiglu_and_mul",

@@ -20,6 +20,7 @@ from kvern_gateway.generation import Choice, Generation, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput, TextOptions
+from kvern_gateway.room import overloaded
 from kvern_gateway.validation import (
     Fields,
     check_model,
@@ -105,6 +106,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         start = time.monotonic()
         if gateway.draining:
             raise unavailable("this gateway is shutting down; another one will answer", 100)
+        # A named request may be one that was admitted before: only the scheduler knows.
+        if gateway.client.room.full and not request.request_id:
+            raise overloaded()
         check_model(request.model, gateway.names())
         fields = to_fields(request)
         model = gateway.facts()

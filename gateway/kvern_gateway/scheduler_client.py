@@ -28,6 +28,7 @@ from kvern.rpc.packing import unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2, session_pb2_grpc
 from kvern_gateway.generation import Choice, Generation, unavailable
 from kvern_gateway.outgoing import Outgoing
+from kvern_gateway.room import Room
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class SchedulerClient:
         self._choices: dict[int, Choice] = {}
         self._next_handle = 1
         self._outgoing = Outgoing()
+        self.room = Room()
         self._lost_at: float | None = None
         self._leaving = False
         self._heard_at = 0.0
@@ -84,6 +86,7 @@ class SchedulerClient:
         self._generations[submit.handle] = generation
         self._choices.update((choice.handle, choice) for choice in generation.choices)
         self._outgoing.submit(submit)
+        self.room.sent(submit.handle, submit.n)
         return generation
 
     def attach(self, request_id: str, tenant: str = "") -> Generation:
@@ -157,6 +160,7 @@ class SchedulerClient:
     def _forget_if_done(self, generation: Generation) -> None:
         if not generation.open:
             self._generations.pop(generation.submit.handle, None)
+            self.room.answered(generation.submit.handle)
 
     def _fail(self, generation: Generation, error: KvernError) -> None:
         generation.fail(error)
@@ -164,6 +168,7 @@ class SchedulerClient:
             choice.done = True
             self._choices.pop(choice.handle, None)
         self._generations.pop(generation.submit.handle, None)
+        self.room.answered(generation.submit.handle)
 
     # The session.
 
@@ -197,6 +202,7 @@ class SchedulerClient:
     def _session_ended(self) -> bool:
         was_up = self.connected.is_set()
         self.connected.clear()
+        self.room.told(None)
         if was_up:
             self._lost_at = time.monotonic()
         return was_up
@@ -341,6 +347,7 @@ class SchedulerClient:
 
     def _dispatch(self, response: session_pb2.SessionResponse) -> None:
         """Sorts a message's events to their choices, then flushes each choice that got something, once."""
+        self.room.told(response.room if response.HasField("room") else None)
         for admitted in response.admitted:
             self._admitted(admitted)
         for refused in response.refused:
@@ -400,6 +407,7 @@ class SchedulerClient:
         generation = self._generations.get(admitted.handle)
         if generation is None:
             return
+        self.room.answered(admitted.handle)
         generation.claim = admitted.claim
         if not generation.admitted.done():
             if generation.attached:

@@ -55,7 +55,9 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             raise KvernError(
                 error_pb2.ERROR_CODE_UNAVAILABLE, "this scheduler does not lead", retry_after_ms=200
             )
-        session = GatewaySession(next(self._numbers), context, engine.subscriptions.catch_up)
+        session = GatewaySession(
+            next(self._numbers), context, engine.subscriptions.catch_up, lambda: engine.cell.room
+        )
         engine.subscriptions.sessions[session.number] = session
         asking = Asking(engine, session, archive)
         tasks = [

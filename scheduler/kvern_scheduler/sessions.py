@@ -33,8 +33,10 @@ class Session:
         number: int,
         context: grpc.aio.ServicerContext[Any, Any],
         catch_up: Callable[[Session], bool] = lambda _: False,
+        room: Callable[[], int] | None = None,
     ) -> None:
-        """``catch_up`` is asked before each message: it may add to it, and says whether there is more to add."""
+        """``catch_up`` is asked before each message: it may add to it, and says whether there is more to add.
+        ``room`` is what the queue takes, told with each message."""
         self.number = number
         self._catch_up = catch_up
         self.gateway_id = ""
@@ -43,6 +45,7 @@ class Session:
         self._replaced = False
         self.heard = True
         self._context = context
+        self._room = room
         self._wake = asyncio.Event()
         self._message = session_pb2.SessionResponse()
         self._dirty = False
@@ -102,6 +105,8 @@ class Session:
         message, self._message = self._message, session_pb2.SessionResponse()
         self._dirty = False
         self._num_buffered = 0
+        if self._room is not None:
+            message.room = self._room()
         if self._handles:
             message.token_handles = _join(self._handles)
             message.token_indexes = _join(self._indexes)

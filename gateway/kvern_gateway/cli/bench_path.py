@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from kvern_gateway.cli import bench_serve, bench_stack
-from kvern_gateway.cli.load_client import Pool, Target
+from kvern_gateway.cli.load_client import Target
 from kvern_gateway.cli.ports import claim_port
 from kvern_gateway.cli.stack import DEFAULT_MODEL_VOCAB_SIZE
-
-_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ async def run(options: PathOptions) -> dict[str, Any]:
         http_port=http_port,
         grpc_port=grpc_port,
     ) as bench:
-        await _until_healthy(Target("127.0.0.1", http_port))
+        await bench_stack.until_healthy(Target("127.0.0.1", http_port))
         bench.supervisor.mark_ready()
         load = bench_serve.ServeOptions(
             base_url=f"http://127.0.0.1:{http_port}",
@@ -75,16 +72,6 @@ async def run(options: PathOptions) -> dict[str, Any]:
         "cpu_us_per_token": {name: seconds * 1e6 / tokens for name, seconds in cpu.items()},
         **result,
     }
-
-
-async def _until_healthy(target: Target) -> None:
-    pool = Pool(target)
-    try:
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            while not await pool.is_healthy():
-                await asyncio.sleep(0.05)
-    finally:
-        pool.close()
 
 
 def render(result: dict[str, Any]) -> str:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern_gateway.cli import stack
+from kvern_gateway.cli.load_client import Pool, Target
 from kvern_gateway.cli.supervisor import Supervisor
 
+START_TIMEOUT_S = 60.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -75,6 +77,17 @@ async def running(
             raise
         finally:
             await supervisor.stop()
+
+
+async def until_healthy(target: Target) -> None:
+    """Raises TimeoutError when /health does not say 200 in time."""
+    pool = Pool(target)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not await pool.is_healthy():
+                await asyncio.sleep(0.05)
+    finally:
+        pool.close()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
+
+from kvern_gateway.cli import bench_load
+from kvern_gateway.cli.report import fail, print_result, run_fast
 
 app = typer.Typer(
     help="Serve large language models, talk to them, and measure them.",
@@ -22,6 +24,8 @@ bench = typer.Typer(
     help="Measure a server, the scheduler, or the whole path.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(bench, name="bench")
+bench.command("overload")(bench_load.overload)
+bench.command("slow-clients")(bench_load.slow_clients)
 
 
 class Store(StrEnum):
@@ -37,11 +41,6 @@ class Fsync(StrEnum):
 
 def _default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
-
-
-def _fail(error: Exception) -> NoReturn:
-    print(f"kvern: {error}", file=sys.stderr)
-    raise typer.Exit(2)
 
 
 @app.command()
@@ -128,7 +127,7 @@ def up(
         )
         code = asyncio.run(run(options, Console(highlight=False), times))
     except (stack.UsageError, PortInUse) as error:
-        _fail(error)
+        fail(error)
     raise typer.Exit(code)
 
 
@@ -151,7 +150,7 @@ def chat(
         try:
             session = chatting.Chat(client, model, system, temperature=temperature, max_tokens=max_tokens)
         except chatting.ChatFailed as error:
-            _fail(error)
+            fail(error)
         chatting.converse(session)
 
 
@@ -242,7 +241,7 @@ def bench_serve(
             headers=tuple((name, value) for name, _, value in (word.partition("=") for word in header or [])),
             save_detailed=save_detailed,
         )
-        result = _run_fast(benchmark.run(options))
+        result = run_fast(benchmark.run(options))
         if compare:
             from kvern_gateway.cli import bench_compare
 
@@ -254,7 +253,7 @@ def bench_serve(
             )
             result["compare"] = bench_compare.run(options, compare_model, compare_dtype)
     except (ValueError, ConnectionError) as error:
-        _fail(error)
+        fail(error)
     save_to = None
     if save_result:
         save_to = (result_dir or Path()) / (result_filename or benchmark.default_filename(options, result))
@@ -274,7 +273,7 @@ def bench_control(
     from kvern_gateway.cli import bench_control as benchmark
 
     options = benchmark.ControlOptions(sequences, store, appendfsync, step_us, steps)
-    _print_result(benchmark.run(options), benchmark.render, as_json)
+    print_result(benchmark.run(options), benchmark.render, as_json)
 
 
 @bench.command("path")
@@ -292,7 +291,7 @@ def bench_path(
     from kvern_gateway.cli import bench_path as benchmark
 
     options = benchmark.PathOptions(streams, input_len, output_len, num_prompts, store, appendfsync, step_us)
-    _print_result(benchmark.run(options), benchmark.render, as_json)
+    print_result(benchmark.run(options), benchmark.render, as_json)
 
 
 @bench.command("start")
@@ -304,7 +303,7 @@ def bench_start(
     """Time from `kvern up` to the first token, by phase."""
     from kvern_gateway.cli import bench_start as benchmark
 
-    _print_result(benchmark.run(model, store), benchmark.render, as_json)
+    print_result(benchmark.run(model, store), benchmark.render, as_json)
 
 
 @bench.command("recovery")
@@ -342,9 +341,9 @@ def bench_chaos(
     from kvern_gateway.cli.chaos_faults import KINDS
 
     if kind not in (*KINDS, "all"):
-        _fail(ValueError(f"--kind {kind!r}: one of {', '.join(KINDS)}, all"))
+        fail(ValueError(f"--kind {kind!r}: one of {', '.join(KINDS)}, all"))
     if model is not None and (sim or not model.exists()):
-        _fail(ValueError("--model contradicts --sim" if sim else f"--model {str(model)!r} is not there"))
+        fail(ValueError("--model contradicts --sim" if sim else f"--model {str(model)!r} is not there"))
     kinds = KINDS if kind == "all" else (kind,)
     options = benchmark.ChaosOptions(
         kinds,
@@ -356,7 +355,7 @@ def bench_chaos(
         seed=seed,
         keep_logs=keep_logs,
     )
-    result = _print_result(benchmark.run(options), benchmark.render, as_json)
+    result = print_result(benchmark.run(options), benchmark.render, as_json)
     raise typer.Exit(benchmark.exit_code(result))
 
 
@@ -373,7 +372,7 @@ def bench_make_model(
     try:
         made = make_model(folder, like, quantization, seed)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     print(f"{made.path}: {made.parameters / 1e6:.1f} M parameters, {made.num_bytes / 1e9:.2f} GB")
 
 
@@ -388,31 +387,11 @@ def bench_kernels(
     try:
         from kvern_kernels import bench as benchmark
     except ImportError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         print(json.dumps(benchmark.run(only)))
     else:
         benchmark.report(only)
-
-
-def _print_result(measuring: Any, render: Callable[[dict[str, Any]], str], as_json: bool) -> dict[str, Any]:
-    import json
-
-    from kvern_gateway.cli.stack import UsageError
-    from kvern_gateway.cli.supervisor import ChildFailed
-
-    try:
-        result = _run_fast(measuring)
-    except (ChildFailed, UsageError, ConnectionError, RuntimeError, TimeoutError) as error:
-        _fail(error)
-    print(json.dumps(result) if as_json else render(result))
-    return dict(result)
-
-
-def _run_fast(coroutine: Any) -> Any:
-    import uvloop
-
-    return uvloop.run(coroutine)
 
 
 def main() -> None:

@@ -48,6 +48,8 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "long_prefill_token_threshold",
         "enable_prefix_caching",
         "metrics_port",
+        "max_queued_requests",
+        "max_queued_tokens",
     ),
     "gateway": (),
 }

@@ -28,6 +28,7 @@ from kvern_gateway.http.wire import (
     send_json,
 )
 from kvern_gateway.metrics import RequestClock
+from kvern_gateway.room import overloaded
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ class GenerateRoute:
         body = await read_body(scope, receive, gateway.limits)
         if gateway.draining:
             raise unavailable("this gateway is shutting down; another one will answer", 100)
+        # A named request may be one that was admitted before: only the scheduler knows.
+        if gateway.client.room.full and b'"request_id"' not in body:
+            raise overloaded()
         job = await self._parse(gateway, scope, body, parse_object(body))
         generations = self._submit(job)
         clock = RequestClock(gateway.metrics, start, job.num_choices)

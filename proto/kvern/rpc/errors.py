@@ -17,6 +17,7 @@ from kvern.v1 import error_pb2
 from kvern.v1.error_pb2 import ErrorCode
 
 ERROR_TRAILER = "kvern-error-bin"
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 _STATUS = {
     error_pb2.ERROR_CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -158,6 +159,9 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     if not isinstance(error, KvernError):
         log.exception("unforeseen error in a handler")
         error = KvernError(error_pb2.ERROR_CODE_INTERNAL, "internal error; the service's log has the stack")
-    trailer = ((ERROR_TRAILER, error.to_pb().SerializeToString()),)
-    await context.abort(error.status, error.message, trailing_metadata=trailer)
+    trailers: list[tuple[str, str | bytes]] = [(ERROR_TRAILER, error.to_pb().SerializeToString())]
+    if error.retry_after_ms:
+        # What gRPC's own retries go by, where a client's service config has them.
+        trailers.append((PUSHBACK_TRAILER, str(error.retry_after_ms)))
+    await context.abort(error.status, error.message, trailing_metadata=tuple(trailers))
     raise AssertionError("abort returned")

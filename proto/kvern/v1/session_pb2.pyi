@@ -235,6 +235,7 @@ class SessionResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     token_handles: _builtins.bytes
     """The hot path: three parallel arrays, one entry per token, in order of index for each handle.
     uint32 little endian: the handle, and the index of the token in its choice's output.
@@ -242,6 +243,10 @@ class SessionResponse(_message.Message):
     token_indexes: _builtins.bytes
     token_ids: _builtins.bytes
     """int32 little endian."""
+    room: _builtins.int
+    """How many more sequences the queue takes at this moment: at 0 a new request would be refused as overloaded, so a
+    gateway need not spend anything on it. Absent: not known.
+    """
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -269,12 +274,15 @@ class SessionResponse(_message.Message):
         token_ids: _builtins.bytes = ...,
         logprobs: _abc.Iterable[Global___ChoiceLogprobs] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
+        room: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "room", b"room", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "finished", b"finished", "logprobs", b"logprobs", "refused", b"refused", "token_handles", b"token_handles", "token_ids", b"token_ids", "token_indexes", b"token_indexes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "admitted", b"admitted", "finished", b"finished", "logprobs", b"logprobs", "refused", b"refused", "room", b"room", "token_handles", b"token_handles", "token_ids", b"token_ids", "token_indexes", b"token_indexes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__room: _TypeAlias = _typing.Literal["room"]  # noqa: Y015
+    _WhichOneofArgType__room: _TypeAlias = _typing.Literal["_room", b"_room"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__room) -> _WhichOneofReturnType__room | None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 

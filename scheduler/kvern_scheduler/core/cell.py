@@ -136,6 +136,13 @@ class Cell:
         waiting = sum(g.queue.num_tokens for g in self.groups.values())
         return waiting + sum(s.num_tokens for s in self._homeless)
 
+    @property
+    def room(self) -> int:
+        """How many more sequences the queue takes; 0 where one with a prompt of any length would be refused."""
+        if self.num_waiting_tokens >= self.limits.max_queued_tokens:
+            return 0
+        return max(0, self.limits.max_queued_requests - self.num_waiting)
+
     def find(self, tenant: str, request_id: str) -> Request | None:
         return self._by_name.get((tenant, request_id))
 

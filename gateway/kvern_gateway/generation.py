@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
+
+# One token's log-probabilities with a few alternatives, as they are held.
+_LOGPROBS_BYTES = 500
+# A request whose client named it goes on this long without anyone listening.
+ORPHAN_GRACE_S = 30.0
 
 
 def unavailable(message: str, retry_after_ms: int = 1_000) -> KvernError:
@@ -59,7 +65,7 @@ class Choice:
         # Index of tokens[0], and of the next token to come, in the choice's output.
         self.first_index = 0
         self.next_index = 0
-        self.tokens: list[int] = []
+        self.tokens = array("i")
         self.logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
         self.prompt_logprobs: dict[int, sampling_pb2.TokenLogprobs] = {}
         self.finished: session_pb2.Finished | None = None
@@ -68,13 +74,18 @@ class Choice:
         # No more events will come.
         self.done = False
 
-    def take(self, limit: int = 2**31) -> tuple[int, list[int]]:
+    @property
+    def waiting_bytes(self) -> int:
+        """About what is held for a sink that does not take it."""
+        return 4 * len(self.tokens) + _LOGPROBS_BYTES * len(self.logprobs)
+
+    def take(self, limit: int = 2**31) -> tuple[int, array[int]]:
         """Index of the first token not taken so far, and up to ``limit`` tokens from there."""
         first, tokens = self.first_index, self.tokens
         if len(tokens) > limit:
             tokens, self.tokens = tokens[:limit], tokens[limit:]
         else:
-            self.tokens = []
+            self.tokens = array("i")
         self.first_index = first + len(tokens)
         return first, tokens
 
@@ -127,6 +138,21 @@ class Generation:
         """A stop string ended the choice; it counts as finished."""
         self._client.cancel_choices([choice], stopped=True)
 
+    def abandon(self, grace_s: float) -> None:
+        """Its client is gone, or does not read: one that is named goes on for a while, any other ends."""
+        if not self.open:
+            return
+        if self.submit.resumable and self.admitted.done():
+            self.orphan(grace_s)
+        else:
+            self.cancel()
+
+    def drop(self) -> None:
+        """Forgets what waits for the sink."""
+        for choice in self.choices:
+            choice.take()
+            choice.logprobs.clear()
+
     def cancel(self) -> None:
         """Idempotent. Nothing is said to the sink any more."""
         self.sink = None
@@ -137,8 +163,7 @@ class Generation:
     def orphan(self, grace_s: float) -> None:
         """Nobody listens any more: events are dropped, and after a while the request is cancelled."""
         self.sink = _Nowhere()
-        for choice in self.choices:
-            choice.take()
+        self.drop()
         asyncio.get_running_loop().call_later(grace_s, self.cancel)
 
     @property

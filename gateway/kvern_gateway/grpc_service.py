@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import grpc.aio
@@ -16,11 +16,12 @@ from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import generation_pb2_grpc, sampling_pb2
 from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
-from kvern_gateway.generation import Choice, Generation, unavailable
+from kvern_gateway.generation import ORPHAN_GRACE_S, Choice, Generation, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput, TextOptions
 from kvern_gateway.room import overloaded
+from kvern_gateway.unread import Unread
 from kvern_gateway.validation import (
     Fields,
     check_model,
@@ -31,7 +32,8 @@ from kvern_gateway.validation import (
 )
 
 SERVICE_NAME = "kvern.v1.GenerationService"
-ORPHAN_GRACE_S = 30.0
+# A client that has been slow gets what waited in pieces, each when it has read the one before.
+_TOKENS_PER_MESSAGE = 1024
 
 _SAMPLING_OPTIONAL = (
     "temperature",
@@ -127,8 +129,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         routing = gateway.routing(fields)
         identity = _identity(request, context)
         generation = gateway.submit(prompt_ids, params, options, identity, routing)
-        outbox = Outbox(generation, options, RequestClock(gateway.metrics, start, routing.n))
-        cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
+        clock = RequestClock(gateway.metrics, start, routing.n)
+        outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
+        # The call is over, however it ended.
+        cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
         gateway.metrics.running += 1
         try:
             try:
@@ -159,8 +163,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         Fields({"from_index": list(request.from_index)}).sequence("from_index", gateway.limits.max_n)
         gateway.facts()
         generation = gateway.client.attach(request.request_id)
-        identity = Identity(request.request_id, resumable=True)
-        cast(Any, context).add_done_callback(lambda _: _abandon(generation, identity))
+        # The call is over, however it ended.
+        cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
         gateway.metrics.running += 1
         try:
             await admit([generation])
@@ -172,7 +176,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
             yield pb.StreamResponse(event=pb.GenerateResponse(accepted=accepted))
             clock = RequestClock(gateway.metrics, start, submit.n)
-            outbox = Outbox(generation, gateway.attached_options(submit), clock, list(request.from_index))
+            outbox = Outbox(
+                generation,
+                gateway.attached_options(submit),
+                clock,
+                gateway.limits.max_unread_bytes,
+                list(request.from_index),
+            )
             generation.attach_sink(outbox)
             async for event in outbox:
                 yield pb.StreamResponse(event=event)
@@ -270,110 +280,121 @@ def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any
     )
 
 
-def _abandon(generation: Generation, identity: Identity) -> None:
-    """The call is over, however it ended."""
-    if not generation.open:
-        return
-    if identity.resumable and generation.admitted.done():
-        generation.orphan(ORPHAN_GRACE_S)
-    else:
-        generation.cancel()
+class _Sent:
+    """What a choice's client has been told."""
 
+    __slots__ = ("before", "choice", "end", "output")
 
-class _Pending:
-    """What one choice has for the client and couldn't send yet: one delta, however slow the client is."""
-
-    __slots__ = ("ended", "first_index", "logprobs", "output", "sent_end", "texts", "tokens")
-
-    def __init__(self, output: ChoiceOutput) -> None:
-        self.output = output
-        self.first_index = 0
-        self.tokens: list[int] = []
-        self.texts: list[str] = []
-        self.logprobs: list[sampling_pb2.TokenLogprobs] = []
-        self.ended = False
-        self.sent_end = False
+    def __init__(self, choice: Choice, options: TextOptions, before: int) -> None:
+        self.choice = choice
+        self.output = ChoiceOutput(choice, options)
+        # Tokens before this index were sent by an earlier call, their text too.
+        self.before = before
+        self.end = False
 
 
 class Outbox:
-    """The sink of one call: fills at the session's pace, is emptied at the client's."""
+    """The sink of one call: what arrives waits with its choice until the client has read what was sent before."""
 
     def __init__(
         self,
         generation: Generation,
         options: TextOptions,
         clock: RequestClock,
+        max_unread_bytes: int,
         from_index: Sequence[int] = (),
     ) -> None:
         self._generation = generation
         self._clock = clock
-        # Per choice: tokens before this index were sent by an earlier call, their text too.
-        self._from = [*from_index, *[0] * (len(generation.choices) - len(from_index))]
-        self._pending = [_Pending(ChoiceOutput(choice, options)) for choice in generation.choices]
-        for pending, first in zip(self._pending, self._from, strict=False):
-            pending.first_index = first
+        self._unread = Unread([generation], max_unread_bytes, self._too_much)
+        self._sending = False
+        before = [*from_index, *[0] * (len(generation.choices) - len(from_index))]
+        self._sent = [
+            _Sent(choice, options, first) for choice, first in zip(generation.choices, before, strict=False)
+        ]
         self._changed = asyncio.Event()
         self._error: KvernError | None = None
-        self._prompt_logprobs_sent = any(self._from)
+        self._prompt_logprobs_sent = any(before)
 
     def fail(self, error: KvernError) -> None:
-        self._error = error
+        self._error = self._error or error
         self._changed.set()
 
     def flush(self, choice: Choice) -> None:
-        pending = self._pending[choice.index]
-        output = pending.output
-        if pending.ended:
-            return
-        first, tokens = choice.take()
-        if tokens:
-            self._clock.tokens(choice.index, len(tokens), time.monotonic())
-        sent_before = self._from[choice.index]
-        for index, token in enumerate(tokens, first):
-            text = output.push(token)
-            entry = choice.logprobs.pop(index, None)
-            if index >= sent_before:
-                pending.tokens.append(token)
-                if text:
-                    pending.texts.append(text)
-                if entry is not None:
-                    pending.logprobs.append(entry)
-            if output.finish_reason is not None:
-                break
-        if output.finish_reason is None and choice.finished is not None:
-            pending.texts.append(output.finish(choice.finished))
-        if output.finish_reason is not None:
-            pending.ended = True
-            self._clock.choice_finished(output.finish_reason, output.num_tokens, time.monotonic())
+        if self._sending:
+            self._unread.stalled()
         self._changed.set()
 
+    def _too_much(self) -> None:
+        """The client hears of it when it reads on."""
+        assert self._unread.error is not None
+        self.fail(self._unread.error)
+
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        while not all(pending.sent_end for pending in self._pending):
+        try:
+            async for response in self._responses():
+                self._sending = True
+                yield response
+                self._sending = False
+                self._unread.went_on()
+        finally:
+            self._unread.went_on()
+
+    async def _responses(self) -> AsyncIterator[pb.GenerateResponse]:
+        while not all(sent.end for sent in self._sent):
             await self._changed.wait()
             self._changed.clear()
-            for index, pending in enumerate(self._pending):
-                # More may come in while a delta is being sent; the end comes after all of it.
-                while pending.tokens or any(pending.texts):
-                    yield pb.GenerateResponse(delta=self._take(index, pending))
-                if pending.ended and not pending.sent_end:
-                    pending.sent_end = True
-                    yield pb.GenerateResponse(finished=self._finished(index, pending.output))
+            for index, sent in enumerate(self._sent):
+                for delta in self._deltas(index, sent):
+                    yield pb.GenerateResponse(delta=delta)
+                if sent.output.finish_reason is not None and not sent.end:
+                    sent.end = True
+                    yield pb.GenerateResponse(finished=self._finished(index, sent.output))
             if self._error is not None:
                 raise self._error
 
-    def _take(self, index: int, pending: _Pending) -> pb.Delta:
+    def _deltas(self, index: int, sent: _Sent) -> Iterator[pb.Delta]:
+        """More may come in while one is being sent; the end comes after all of it."""
+        choice, output = sent.choice, sent.output
+        while output.finish_reason is None and (choice.tokens or choice.finished is not None):
+            delta = self._take(index, sent)
+            if output.finish_reason is not None:
+                self._clock.choice_finished(output.finish_reason, output.num_tokens, time.monotonic())
+            if delta.token_ids or delta.text:
+                yield delta
+
+    def _take(self, index: int, sent: _Sent) -> pb.Delta:
+        choice, output = sent.choice, sent.output
+        first, tokens = choice.take(_TOKENS_PER_MESSAGE)
+        if tokens:
+            self._clock.tokens(choice.index, len(tokens), time.monotonic())
+        if choice.tokens:
+            self._unread.stalled()
+        shown: list[int] = []
+        texts: list[str] = []
+        logprobs: list[sampling_pb2.TokenLogprobs] = []
+        for position, token in enumerate(tokens, first):
+            text = output.push(token)
+            entry = choice.logprobs.pop(position, None)
+            if position >= sent.before:
+                shown.append(token)
+                texts.append(text)
+                if entry is not None:
+                    logprobs.append(entry)
+            if output.finish_reason is not None:
+                break
+        if output.finish_reason is None and choice.finished is not None and not choice.tokens:
+            texts.append(output.finish(choice.finished))
         delta = pb.Delta(
             choice=index,
-            first_index=pending.first_index,
-            token_ids=pending.tokens,
-            text="".join(pending.texts),
-            logprobs=pending.logprobs,
+            first_index=max(first, sent.before),
+            token_ids=shown,
+            text="".join(texts),
+            logprobs=logprobs,
         )
-        pending.first_index += len(pending.tokens)
-        pending.tokens, pending.texts, pending.logprobs = [], [], []
-        if index == 0 and not self._prompt_logprobs_sent:
+        if index == 0 and not self._prompt_logprobs_sent and (shown or delta.text):
             self._prompt_logprobs_sent = True
-            found = self._generation.choices[0].prompt_logprobs
+            found = choice.prompt_logprobs
             delta.prompt_logprobs.extend(found[position] for position in sorted(found))
         return delta
 

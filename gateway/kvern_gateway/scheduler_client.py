@@ -2,7 +2,7 @@
 
 Requests of every surface share the stream. A message's tokens are sorted to their choices in one pass, then each
 choice that got something is flushed to its sink, synchronously: a sink never blocks (a slow client makes tokens wait
-in ``Choice.tokens``, which the request's max_tokens bounds).
+in ``Choice.tokens``, which ``Limits.max_unread_bytes`` bounds).
 
 ::
 

@@ -78,6 +78,8 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.cancels: list[session_pb2.CancelHandle] = []
         self.attaches: list[session_pb2.Attach] = []
         self.refuse: KvernError | None = None
+        # What is told of the queue; nothing, as by an older scheduler.
+        self.room: int | None = None
         # The next message with tokens is none that a gateway can read.
         self.malformed = False
         # Every choice ends with this error instead of by length.
@@ -234,6 +236,8 @@ class _Session:
                 pass
         self.wake.clear()
         response, self.answers = self.answers, session_pb2.SessionResponse()
+        if scheduler.room is not None:
+            response.room = scheduler.room
         if scheduler.paused.is_set():
             self._emit(response)
         return response

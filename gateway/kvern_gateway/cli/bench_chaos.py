@@ -4,11 +4,13 @@ checked against a run without faults."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter, time
@@ -16,13 +18,27 @@ from typing import Any
 
 from kvern_gateway.cli import chaos_stack
 from kvern_gateway.cli.chaos_faults import Faults, Strike, draw_faults
-from kvern_gateway.cli.chaos_history import Output
+from kvern_gateway.cli.chaos_history import Output, Violation
 from kvern_gateway.cli.chaos_load import Load, Record, outputs_of
 from kvern_gateway.cli.chaos_surfaces import Template
 
 # Waits that began so long after a fault have nothing to do with it.
 WINDOW_S = 10.0
 IDLE_TIMEOUT_S = 10.0
+PROGRESS_S = 10.0
+# How the violations of a client's history are summed up.
+COUNTED = ("lost", "missing", "repeated", "changed", "double_finish")
+_COUNTED_AS = {
+    "lost": "lost",
+    "early finish": "lost",
+    "gap": "missing",
+    "repeat": "repeated",
+    "changed token": "changed",
+    "text": "changed",
+    "wrong finish": "changed",
+    "double finish": "double_finish",
+    "after finish": "double_finish",
+}
 _MOST_DETAILS = 20
 _MOST_WORST = 5
 _PROMPTS = (
@@ -71,6 +87,7 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
         loading = asyncio.create_task(load.run(options.clients))
         drawn = draw_faults(options.kinds, options.kills, options.restarts, options.seed)
         striking = asyncio.create_task(faults.run(drawn))
+        telling = asyncio.create_task(_tell_progress(faults, load, len(drawn), started))
         try:
             await asyncio.wait({loading, striking}, return_when=asyncio.FIRST_COMPLETED)
             stuck = ""
@@ -86,14 +103,48 @@ async def run(options: ChaosOptions) -> dict[str, Any]:
             kept.directory = _logs_directory()
             raise
         finally:
-            for one in (loading, striking):
+            for one in (loading, striking, telling):
                 one.cancel()
-            await asyncio.gather(loading, striking, return_exceptions=True)
+            await asyncio.gather(loading, striking, telling, return_exceptions=True)
         if load.violations or stuck or options.keep_logs:
             kept.directory = _logs_directory()
+        if load.violations and kept.directory:
+            _write_evidence(load, faults.strikes, kept.directory)
         fenced = sum(" stops leading: " in line for line in chaos.deaths)
     result = _result(options, load, faults.strikes, perf_counter() - started, stuck, kept.directory)
     return {**result, "fenced": fenced}
+
+
+async def _tell_progress(faults: Faults, load: Load, num_faults: int, started: float) -> None:
+    """A line now and then, beside the result."""
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        print(
+            f"{len(faults.strikes)} of {num_faults} faults, {len(load.records)} requests, {load.num_tokens} tokens, "
+            f"{len(load.violations)} violations in {perf_counter() - started:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _write_evidence(load: Load, strikes: Sequence[Strike], directory: Path) -> None:
+    """Beside the logs: all that the clients of violations saw, and what was broken meanwhile."""
+    found = [
+        {
+            "violation": asdict(violation),
+            "template": asdict(record.template),
+            "connections": [[_time_of_day(moment), name] for moment, name in record.gateways],
+            "events": [repr(event) for event in record.events],
+            "faults": [
+                f"{_time_of_day(strike.at)} {strike.fault.name} of {strike.process}"
+                for strike in strikes
+                if record.started <= strike.at <= record.ended
+            ],
+        }
+        for record, violation in load.violations[:_MOST_DETAILS]
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "violations.json").write_text(json.dumps(found, indent=1))
 
 
 def _logs_directory() -> Path:
@@ -103,7 +154,8 @@ def _logs_directory() -> Path:
 async def _templates(chaos: chaos_stack.ChaosStack, options: ChaosOptions) -> list[Template]:
     """Greedy and sampled, one choice and several, with and without a stop string, on all surfaces."""
     choices = random.Random(f"{options.seed}-templates")
-    named = [True] if "gateway" in options.kinds else [True, False]
+    # A request that its client did not name does not outlive a kill of its gateway, but any restart.
+    named = [True] if options.kills and "gateway" in options.kinds else [True, False]
     variants = [
         ("completions", 0.0, 1, False),
         ("completions", 1.0, 3, False),
@@ -177,10 +229,11 @@ def _result(
 ) -> dict[str, Any]:
     stalls = [stalls_of(strikes, index, load.records) for index in range(len(strikes))]
     by_kind: dict[str, Any] = {}
+    blamed = _blame(strikes, load.violations)
     for name in sorted({strike.fault.name for strike in strikes}):
         mine = [one for one, strike in zip(stalls, strikes, strict=True) if strike.fault.name == name]
         joined = [stall for one in mine for stall in one]
-        by_kind[name] = {"faults": len(mine), "streams": len(joined), **_percentiles(joined)}
+        by_kind[name] = {"faults": len(mine), "streams": len(joined), **_percentiles(joined), **blamed[name]}
     worst = sorted(range(len(strikes)), key=lambda index: -max(stalls[index], default=0.0))[:_MOST_WORST]
     details = [
         {
@@ -208,8 +261,20 @@ def _result(
         "elapsed_s": elapsed,
         "violation_details": details,
         "stuck": stuck,
-        "logs": str(logs / "logs") if logs else None,
+        "logs": str(logs) if logs else None,
     }
+
+
+def _blame(
+    strikes: Sequence[Strike], violations: Sequence[tuple[Record, Violation]]
+) -> dict[str, dict[str, int]]:
+    """Violations by the name of the last fault that their request lived through, and by what was broken."""
+    counts = {strike.fault.name: dict.fromkeys(COUNTED, 0) for strike in strikes}
+    for record, violation in violations:
+        before = [strike for strike in strikes if strike.at <= record.ended]
+        if before:
+            counts[before[-1].fault.name][_COUNTED_AS[violation.kind]] += 1
+    return counts
 
 
 def _describe(strike: Strike, stall: float) -> dict[str, Any]:
@@ -257,10 +322,12 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def render(result: dict[str, Any]) -> str:
     lines = [
-        f"{'fault':<18}{'faults':>8}{'streams':>9}{'p50':>10}{'p99':>10}{'max':>10}   longest wait of a stream",
+        f"{'fault':<18}{'faults':>7}{'streams':>9}{'p50':>10}{'p99':>10}{'max':>10}"
+        f"{'lost':>7}{'missing':>9}{'repeated':>10}{'changed':>9}{'ended twice':>13}",
         *(
-            f"{name:<18}{row['faults']:>8}{row['streams']:>9}{row['stall_ms_p50']:>7.0f} ms"
+            f"{name:<18}{row['faults']:>7}{row['streams']:>9}{row['stall_ms_p50']:>7.0f} ms"
             f"{row['stall_ms_p99']:>7.0f} ms{row['stall_ms_max']:>7.0f} ms"
+            f"{row['lost']:>7}{row['missing']:>9}{row['repeated']:>10}{row['changed']:>9}{row['double_finish']:>13}"
             for name, row in result["by_kind"].items()
         ),
         f"{result['faults']} faults, {result['requests']} requests on {result['connections']} connections, "

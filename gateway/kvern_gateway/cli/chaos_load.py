@@ -150,8 +150,10 @@ class Load:
         self._open.remove(record)
         self.moments.happened("ended")
         if expected is not None:
-            self.violations += [(record, violation) for violation in check(record.events, expected)]
-            record.events.clear()
+            found = check(record.events, expected)
+            self.violations += [(record, violation) for violation in found]
+            if not found:
+                record.events.clear()
         return record
 
     async def _until_ended(self, surface: Surface, record: Record, choices: random.Random) -> None:

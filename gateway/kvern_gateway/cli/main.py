@@ -324,7 +324,10 @@ def bench_recovery(
 @bench.command("chaos")
 def bench_chaos(
     kind: Annotated[str, typer.Option(help="scheduler, worker, gateway, store, or all")] = "all",
-    kills: Annotated[int, typer.Option(min=0, help="Of each kind; freezes come on top")] = 20,
+    kills: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of each kind; freezes come on top [default: 20, or 0 with --restarts]"),
+    ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="SIGTERM, as in a rolling upgrade; of each kind")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="Folder or .gguf file [default: a simulated model]")
@@ -347,7 +350,7 @@ def bench_chaos(
     kinds = KINDS if kind == "all" else (kind,)
     options = benchmark.ChaosOptions(
         kinds,
-        kills,
+        kills if kills is not None else 0 if restarts else 20,
         restarts,
         model.resolve() if model else None,
         clients=clients,

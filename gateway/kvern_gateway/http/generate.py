@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway, admit
-from kvern_gateway.generation import Generation, unavailable
+from kvern_gateway.generation import ORPHAN_GRACE_S, Generation, unavailable
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import SCOPE_KEY, Connection
 from kvern_gateway.http.results import Collector
@@ -33,9 +33,6 @@ from kvern_gateway.room import overloaded
 log = logging.getLogger(__name__)
 
 Parser = Callable[[Gateway, Scope, bytes, dict[str, Any]], Awaitable[Job]]
-
-# A request whose client named it goes on this long without anyone listening.
-ORPHAN_GRACE_S = 30.0
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -106,7 +103,9 @@ class GenerateRoute:
             gateway.metrics.finished["abort"] += open_choices
             raise
         finally:
-            self._abandon(job, generations)
+            # What is still open after the answer, or instead of it.
+            for generation in generations:
+                generation.abandon(ORPHAN_GRACE_S)
         if collector.error is not None:
             raise collector.error
         await send_json(scope, send, collector.result())
@@ -134,13 +133,3 @@ class GenerateRoute:
             metrics.prompt_tokens += len(prompt.token_ids)
             metrics.request_prompt_tokens.observe(len(prompt.token_ids))
             metrics.request_max_tokens.observe(prompt.params.max_tokens)
-
-    def _abandon(self, job: Job, generations: Sequence[Generation]) -> None:
-        """What is still open after the answer, or instead of it."""
-        for generation in generations:
-            if not generation.open:
-                continue
-            if job.identity.resumable and generation.admitted.done():
-                generation.orphan(ORPHAN_GRACE_S)
-            else:
-                generation.cancel()

@@ -6,6 +6,7 @@ A token event then costs no task switch and no ASGI message: the session's dispa
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,6 +17,12 @@ SCOPE_KEY = "kvern.connection"
 MAX_HEAD_BYTES = 64 * 1024
 # From connecting, or from a later request's first byte, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
+# In the kernel, beside what is on its way.
+MAX_UNSENT_BYTES = 64 * 1024
+# A client that has taken nothing of what it was sent for so long is disconnected.
+UNREAD_TIMEOUT_S = 120
+# Linux's; the socket module has no name for it.
+_TCP_NOTSENT_LOWAT = 25
 
 
 class Connection(HttpToolsProtocol):
@@ -38,6 +45,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # What waits for a slow client waits as tokens, here; as text in the kernel it takes up to 4 MiB.
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_TIMEOUT_S)
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:

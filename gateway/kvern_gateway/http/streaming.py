@@ -21,6 +21,7 @@ from kvern_gateway.http.resume import Position
 from kvern_gateway.http.wire import encode_json, error_object
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
+from kvern_gateway.unread import Unread
 
 # A client that has been slow gets what waited in pieces, each when it has read the one before.
 _EVENTS_PER_WRITE = 64
@@ -53,6 +54,7 @@ class EventStream:
         ]
         self._open = job.num_choices
         self._waiting: dict[Choice, GenerationSink] = {}
+        self._unread = Unread(generations, gateway.limits.max_unread_bytes, self._waiting.clear)
         connection.on_writable = self._resume
 
     def start(self) -> None:
@@ -72,9 +74,15 @@ class EventStream:
     def wait(self, sink: GenerationSink, choice: Choice) -> None:
         """The client is slow: the choice's tokens stay where they are until it has read."""
         self._waiting[choice] = sink
+        self._unread.stalled()
 
     def _resume(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        self._unread.went_on()
+        if self._unread.error is not None:
+            self._end_with(self._unread.error)
+            return
+        waiting = self._waiting.copy()
+        self._waiting.clear()
         for choice, sink in waiting.items():
             sink.flush(choice)
 
@@ -94,11 +102,15 @@ class EventStream:
         if not self._ended:
             for generation in self.generations:
                 generation.cancel()
-            self.connection.write_chunk(b"data: " + encode_json(error_object(error)) + b"\n\n" + DONE)
-            self._end()
+            self._end_with(error)
+
+    def _end_with(self, error: KvernError) -> None:
+        self.connection.write_chunk(b"data: " + encode_json(error_object(error)) + b"\n\n" + DONE)
+        self._end()
 
     def _end(self) -> None:
         self._ended = True
+        self._unread.went_on()
         self._waiting.clear()
         self.connection.on_writable = None
         self._on_end()

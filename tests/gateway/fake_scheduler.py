@@ -15,7 +15,7 @@ from kvern.rpc.server import Server
 from kvern.v1 import error_pb2, model_pb2, sampling_pb2, session_pb2, session_pb2_grpc
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Waits for what another task is about to do."""
     async with asyncio.timeout(timeout_s):
         while not condition():

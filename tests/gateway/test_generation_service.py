@@ -67,7 +67,8 @@ async def test_a_chat(serve: Serve, smollm2: TextModel) -> None:
 
 
 async def test_a_stop_string(serve: Serve, smollm2: TextModel) -> None:
-    served = await serve(saying(smollm2, "one two three"))
+    # Long enough not to have ended before the stop string is seen.
+    served = await serve(saying(smollm2, "one two three" + " and more" * 300))
     responses = await generate(served, prompt="x", stop=["wo th"])
     assert texts(responses) == {0: "one t"}
     assert responses[-1].finished.stop_string == "wo th"

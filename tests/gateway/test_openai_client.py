@@ -97,10 +97,11 @@ async def test_n_choices(serve: Serve, smollm2: TextModel) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_over_several_tokens(serve: Serve, smollm2: TextModel, stream: bool) -> None:
-    served = await serve(saying(smollm2, "A mill. It grinds.\n\nUser: more"))
+    # Long enough not to have ended before the stop string is seen.
+    served = await serve(saying(smollm2, "A mill. It grinds.\n\nUser: more" + " and more" * 300))
     async with served.openai() as client:
         answer = await client.completions.create(
-            model="test-model", prompt="x", max_tokens=99, stop=["ds.\n\nUs", "never"], stream=stream
+            model="test-model", prompt="x", max_tokens=600, stop=["ds.\n\nUs", "never"], stream=stream
         )
         if isinstance(answer, openai.AsyncStream):
             chunks = [chunk async for chunk in answer]

@@ -91,7 +91,7 @@ class Gateway:
     async def status(self) -> session_pb2.GetStatusResponse:
         return await self.stub.GetStatus(session_pb2.GetStatusRequest())
 
-    async def until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Waits until what has arrived fulfils ``condition``."""
         async with asyncio.timeout(timeout):
             while not condition():
@@ -100,7 +100,7 @@ class Gateway:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def finish(self, *handles: int, timeout: float = 10.0) -> None:
+    async def finish(self, *handles: int, timeout: float = 60.0) -> None:
         await self.until(lambda: all(h in self.finished or h in self.refused for h in handles), timeout)
 
     async def _beat(self) -> None:
@@ -147,7 +147,7 @@ class Gateway:
             self.finished[finished.handle] = finished
 
 
-async def open_gateway(address: str, timeout: float = 20.0) -> Gateway:
+async def open_gateway(address: str, timeout: float = 60.0) -> Gateway:
     """A session with the leader, as soon as there is one."""
     async with asyncio.timeout(timeout):
         while True:

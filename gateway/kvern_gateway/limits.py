@@ -29,6 +29,6 @@ class Limits:
     max_detokenize_ids: int = 1_000_000
     # What waits of one stream whose client does not read, beside some 64 KiB on their way; more ends the stream.
     max_unread_bytes: int = 512 * 1024
-    # Rendering a chat template: wall time, and characters of output.
+    # Rendering a chat template: CPU time, and characters of output.
     template_timeout_s: float = 0.9
     max_template_chars: int = 8 * 2**20

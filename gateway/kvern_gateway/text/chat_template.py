@@ -27,6 +27,8 @@ RESERVED = frozenset(
 )
 _MAX_PROCESSES = 2
 _START_TIMEOUT_S = 10.0
+# Wall time that a rendering may take, in limits of CPU time: machines are busy.
+_PATIENCE = 10
 
 
 class TemplateRenderer:
@@ -90,7 +92,7 @@ class TemplateRenderer:
         async with self._slots:
             process = await self._process()
             try:
-                async with asyncio.timeout(self._limits.template_timeout_s + 0.5):
+                async with asyncio.timeout(_PATIENCE * self._limits.template_timeout_s):
                     answer = await process.ask(request)
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
                 await process.close()

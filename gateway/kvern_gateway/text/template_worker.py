@@ -1,7 +1,8 @@
 """Renders chat templates in a process of its own, so that a template can loop, grow or crash without harm.
 
 Speaks length-prefixed JSON on stdin and stdout. The first message gives the templates and limits; each later one asks
-for a rendering. SIGALRM with its default action ends the process when a rendering takes too long, also inside C code.
+for a rendering. SIGPROF with its default action ends the process when a rendering has taken too much CPU time, also
+inside C code; a busy machine makes no template too slow.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def main() -> None:
     _send({})
     while True:
         request = _receive()
-        signal.setitimer(signal.ITIMER_REAL, setup["timeout_s"])
+        signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         name = request["template"]
         try:
             if name not in compiled:
@@ -130,7 +131,7 @@ def main() -> None:
             answer = {"error": f"the model's chat template can't be compiled: {error}"}
         else:
             answer = render(compiled[name], request["variables"], setup["max_chars"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _send(answer)
 
 

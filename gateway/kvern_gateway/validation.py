@@ -6,6 +6,7 @@ resolved: all defaults filled, all ids within the vocabulary. Errors name the fi
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -49,9 +50,18 @@ class ModelFacts:
 
 
 def render(value: object) -> str:
-    """A value as errors show it: short, whatever it is."""
-    text = repr(value)
+    """A value as errors show it: in the words of JSON, which it came in, and short, whatever it is."""
+    text = repr(value) if isinstance(value, str) else _in_json(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _in_json(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    # A lone surrogate is no text that could be sent.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unimplemented(name: str, message: str = "") -> KvernError:

@@ -12,6 +12,9 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvern.rpc.errors import invalid
+from kvern_gateway.http.wire import encode_json, error_object
+
 SCOPE_KEY = "kvern.connection"
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -21,6 +24,7 @@ HEAD_TIMEOUT_S = 30.0
 MAX_UNSENT_BYTES = 64 * 1024
 # A client that has taken nothing of what it was sent for so long is disconnected.
 UNREAD_TIMEOUT_S = 120
+_DRAIN_HEAD_S = 1.0
 # Linux's; the socket module has no name for it.
 _TCP_NOTSENT_LOWAT = 25
 
@@ -31,6 +35,7 @@ class Connection(HttpToolsProtocol):
     on_lost: Callable[[], object] | None = None
     on_writable: Callable[[], object] | None = None
     _in_head = True
+    _refused = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -52,14 +57,35 @@ class Connection(HttpToolsProtocol):
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if self._refused:
+            return
+        if not self._in_head:
+            super().data_received(data)
+            return
+        room = MAX_HEAD_BYTES - self._head_bytes
+        self._head_bytes += len(data)
+        super().data_received(data[:room])
+        if len(data) <= room or self.transport.is_closing():
+            return
         if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n"
-                )
-                self.transport.close()
+            self._refuse_head()
+        else:
+            super().data_received(data[room:])
+
+    def _refuse_head(self) -> None:
+        """Closing with unread bytes resets the connection, and the client may never see why: first it is read on."""
+        self._refused = True
+        self._stop_head_timer()
+        limit = f"at most {MAX_HEAD_BYTES} bytes"
+        message = f"the request's line and headers are too long; {limit} are allowed"
+        body = encode_json(error_object(invalid("headers", message, limit=limit)))
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_DRAIN_HEAD_S, self.transport.close)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

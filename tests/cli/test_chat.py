@@ -43,10 +43,10 @@ def say(*lines: str) -> Iterator[str]:
     raise EOFError
 
 
-def run(chat: Chat, *lines: str) -> str:
+def run(chat: Chat, *lines: str, answered: bool = True) -> str:
     typed = iter(say(*lines))
     out = io.StringIO()
-    converse(chat, read=lambda _: next(typed), out=out)
+    assert converse(chat, read=lambda _: next(typed), out=out) == answered
     return out.getvalue()
 
 
@@ -85,7 +85,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came() -> None:
 def test_a_refused_question_is_told_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     script = Script()
     chat = make_chat(script)
-    run(chat, "Hi")
+    run(chat, "Hi", answered=False)
     assert "no worker is ready" in capsys.readouterr().err
     assert chat.messages == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 import subprocess
 import sys
@@ -29,6 +30,11 @@ def test_help_names_the_commands() -> None:
     answer = subprocess.run([KVERN, "--help"], capture_output=True, text=True, check=True)
     for command in ("up", "chat", "bench"):
         assert f"  {command} " in answer.stdout
+
+
+def test_the_version_is_told() -> None:
+    answer = subprocess.run([KVERN, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["kvern", importlib.metadata.version("kvern")]
 
 
 @pytest.mark.parametrize(

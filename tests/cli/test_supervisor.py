@@ -94,8 +94,20 @@ async def test_a_killed_child_is_restarted_with_one_line(tmp_path: Path) -> None
     assert first
     os.kill(first, signal.SIGKILL)
     await until(lambda: supervisor.pid("worker") not in (None, first), "worker restarted")
-    assert lines == ["worker was killed by SIGKILL; last log line: up; restarting in 0.05 s"]
+    assert lines == ["worker was killed by SIGKILL; restarting in 0.05 s"]
     await supervisor.stop()
+
+
+async def test_the_last_line_is_of_the_life_that_ended(tmp_path: Path) -> None:
+    lines: list[str] = []
+    code = f"import pathlib; p = pathlib.Path({str(tmp_path / 'second')!r}); p.exists() or print('of the first', flush=True); p.touch(); raise SystemExit(3)"
+    supervisor = Supervisor([spec(tmp_path, "gateway", code)], lines.append, FAST)
+    supervisor.start()
+    supervisor.mark_ready()
+    await until(lambda: len(lines) >= 2, "two deaths")
+    await supervisor.stop()
+    assert "; last log line: of the first;" in lines[0]
+    assert "; last log line: (no output);" in lines[1]
 
 
 async def test_backoff_doubles_up_to_its_limit(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_a_signal_stops_everything_and_leaves_no_process(tmp_path: Path, number:
         assert running.stop(number) == 0
         assert not [name for name, pid in pids.items() if alive(pid)]
         assert "Stopping" in running.output
+        assert running.output.rstrip().endswith("Stopped")
         assert "restarting" not in running.output
 
 

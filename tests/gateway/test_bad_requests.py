@@ -247,10 +247,10 @@ async def test_bodies_that_are_no_json_objects(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "field", "value"),
     [
-        (b'{"temperature": NaN, "prompt": "x"}', "temperature", "nan"),
+        (b'{"temperature": NaN, "prompt": "x"}', "temperature", "NaN"),
         (b'{"top_p": -Infinity, "prompt": "x"}', "top_p", "-inf"),
         (b'{"logit_bias": {"7": 1e999}, "prompt": "x"}', "logit_bias.7", "inf"),
-        (b'{"nested": [0, {"unknown": NaN}]}', "nested[1].unknown", "nan"),
+        (b'{"nested": [0, {"unknown": NaN}]}', "nested[1].unknown", "NaN"),
     ],
 )
 async def test_a_number_that_is_none_is_named(served: Served, body: bytes, field: str, value: str) -> None:
@@ -434,9 +434,9 @@ GRPC: list[tuple[dict[str, Any], str, str]] = [
         "chat.template_kwargs_json",
         "not valid JSON",
     ),
-    (sampling(temperature=float("nan")), "sampling.temperature", "nan"),
+    (sampling(temperature=float("nan")), "sampling.temperature", "NaN"),
     (sampling(temperature=float("inf")), "sampling.temperature", "inf"),
-    (sampling(top_p=float("nan")), "sampling.top_p", "nan"),
+    (sampling(top_p=float("nan")), "sampling.top_p", "NaN"),
     (sampling(top_p=0), "sampling.top_p", "above 0"),
     (sampling(min_p=1.5), "sampling.min_p", "1.5"),
     (sampling(repetition_penalty=float("-inf")), "sampling.repetition_penalty", "-inf"),
@@ -447,7 +447,7 @@ GRPC: list[tuple[dict[str, Any], str, str]] = [
     (sampling(min_tokens=3000), "sampling.min_tokens", "3000"),
     (sampling(stop_token_ids=[49152]), "sampling.stop_token_ids[0]", "49152"),
     (sampling(bad_token_ids=[49152]), "sampling.bad_token_ids[0]", "49152"),
-    (sampling(logit_bias={5: float("nan")}), "sampling.logit_bias[5]", "nan"),
+    (sampling(logit_bias={5: float("nan")}), "sampling.logit_bias[5]", "NaN"),
     (sampling(logit_bias={49152: 1}), "sampling.logit_bias", "49152"),
     ({"n": 129}, "n", "129"),
     ({"stop": ["x"] * 10_000}, "stop", "10000"),

@@ -88,23 +88,25 @@ def _error_message(body: str) -> str:
         return body[:500]
 
 
-def converse(chat: Chat, read: Callable[[str], str] = input, out: TextIO = sys.stdout) -> None:
-    """Question and answer until /exit or the end of input."""
+def converse(chat: Chat, read: Callable[[str], str] = input, out: TextIO = sys.stdout) -> bool:
+    """Question and answer until /exit or the end of input. Returns whether the last question was answered."""
+    answered = True
     print(f"{chat.model}. {HELP}", file=out)
     while True:
         try:
             text = read("> ").strip()
         except (EOFError, KeyboardInterrupt):
             print(file=out)
-            return
+            return answered
         if text in ("/exit", "/quit"):
-            return
+            return answered
         if text == "/clear":
             chat.clear()
             continue
         if not text:
             continue
         answer = chat.ask(text)
+        answered = True
         try:
             for piece in answer:
                 print(piece, end="", flush=True, file=out)
@@ -113,6 +115,7 @@ def converse(chat: Chat, read: Callable[[str], str] = input, out: TextIO = sys.s
             # Closing the stream closes the connection, which cancels the request.
             print(" [interrupted]", file=out)
         except ChatFailed as error:
+            answered = False
             print(error, file=sys.stderr)
         finally:
             answer.close()  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ from kvern_gateway.cli import bench_load
 from kvern_gateway.cli.report import fail, print_result, run_fast
 
 app = typer.Typer(
-    help="Serve large language models, talk to them, and measure them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,6 +36,23 @@ class Fsync(StrEnum):
     always = "always"
     everysec = "everysec"
     no = "no"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        print(f"kvern {importlib.metadata.version('kvern')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvern(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+    ] = False,
+) -> None:
+    """Serve large language models, talk to them, and measure them."""
 
 
 def _default_data_dir() -> Path:
@@ -151,7 +167,8 @@ def chat(
             session = chatting.Chat(client, model, system, temperature=temperature, max_tokens=max_tokens)
         except chatting.ChatFailed as error:
             fail(error)
-        chatting.converse(session)
+        if not chatting.converse(session):
+            raise typer.Exit(1)
 
 
 @bench.command("serve")

@@ -28,6 +28,7 @@ MAX_FAILURES_BEFORE_READY = 5
 LOG_ROTATE_BYTES = 16 * 2**20
 
 _PR_SET_PDEATHSIG = 1
+_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 class ChildFailed(Exception):
@@ -104,14 +105,16 @@ class Supervisor:
             child.kill_group()
             failures = 1 if time.monotonic() - started > self._policy.healthy_s else failures + 1
             ending = describe_exit(code)
-            last_line = last_log_line(child.spec.log_path)
+            last_line = last_log_line(child.spec.log_path, child.log_start)
             hopeless = code == CONFIGURATION_EXIT_CODE or failures >= MAX_FAILURES_BEFORE_READY
             if hopeless and not self._ready:
                 if not self.failed.done():
                     self.failed.set_result(ChildFailed(f"{child.spec.name} {ending}: {last_line}"))
                 return
             delay = min(self._policy.first_s * 2 ** (failures - 1), self._policy.most_s)
-            self._say(f"{child.spec.name} {ending}; last log line: {last_line}; restarting in {delay:g} s")
+            # What it said before somebody else ended it says nothing of why.
+            told = "" if -code in _SENT_BY_OTHERS else f"; last log line: {last_line}"
+            self._say(f"{child.spec.name} {ending}{told}; restarting in {delay:g} s")
             await asyncio.sleep(delay)
             child.spawn()
 
@@ -121,10 +124,13 @@ class _Child:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self.watcher: asyncio.Task[None] | None = None
+        # Where this life's output begins.
+        self.log_start = 0
 
     def spawn(self) -> None:
         rotate_log(self.spec.log_path)
         with open(self.spec.log_path, "ab") as log:
+            self.log_start = log.tell()
             self.process = subprocess.Popen(
                 self.spec.argv,
                 stdin=subprocess.DEVNULL,
@@ -202,11 +208,11 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def last_log_line(path: Path, most_chars: int = 400) -> str:
-    """The last line with anything in it, or "(no output)"."""
+def last_log_line(path: Path, start: int = 0, most_chars: int = 400) -> str:
+    """The last line with anything in it from byte ``start`` on, or "(no output)"."""
     try:
         with open(path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
+            log.seek(max(start, log.seek(0, os.SEEK_END) - 8192))
             lines = log.read().decode("utf-8", "replace").split("\n")
     except FileNotFoundError:
         return "(no output)"

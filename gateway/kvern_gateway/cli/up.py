@@ -84,12 +84,13 @@ async def up(
                 )
             await _serve(options, console, times, supervisor, stop, while_serving)
             say("Stopping; Ctrl-C once more stops at once")
-            return 0
         except ChildFailed as failure:
             say(f"{failure}\nLogs: {options.data_dir / 'logs'}", style="red")
             return 2
         finally:
             await supervisor.stop(kill)
+        say("Stopped")
+        return 0
 
 
 async def _serve(

@@ -335,7 +335,7 @@ def bench_recovery(
     from kvern_gateway.cli import bench_recovery as benchmark
 
     options = benchmark.RecoveryOptions(blocks, requests, finished, appendfsync)
-    _print_result(benchmark.run(options), benchmark.render, as_json)
+    print_result(benchmark.run(options), benchmark.render, as_json)
 
 
 @bench.command("chaos")

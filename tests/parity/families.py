@@ -224,4 +224,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "DeepSeek-V3": Family("DeepseekV3", DEEPSEEK),
+    # Families without a file: transformers' own code.
+    "Cohere": Family("Cohere", {"logit_scale": 0.5}),
+    "Starcoder 2": Family("Starcoder2", {"sliding_window": 8}),
+    "Phi 2": Family("Phi"),
+    "OLMo 3": Family("Olmo3", {"sliding_window": 8}),
+    "Nemotron": Family("Nemotron"),
+    "OLMo": Family("Olmo"),
 }

@@ -14,7 +14,7 @@ from worker.conftest import CONFIGS, load_executor
 
 from kvern.rpc.errors import KvernError
 from kvern.v1 import error_pb2
-from kvern_worker.config import RopeConfig
+from kvern_worker.config import HfConfig, RopeConfig
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.loading import choose_dtype
 from kvern_worker.machine import available_memory, physical_cores
@@ -33,9 +33,13 @@ RAW: dict[str, Any] = {
 }
 
 
+def parsed(raw: dict[str, Any]) -> Any:
+    return parse_hf_config(HfConfig(raw))[1]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_equal_transformers(name: str, checkpoint: Folders, reference: Callable[[str], Any]) -> None:
-    found, expected = load_hf_config(checkpoint(name)), reference(name).config
+    found, expected = load_hf_config(checkpoint(name))[1], reference(name).config
     attention = reference(name).model.layers[0].self_attn
     assert found.hidden_size == expected.hidden_size
     assert found.q_size == attention.q_proj.out_features
@@ -52,7 +56,7 @@ def test_sizes_equal_transformers(name: str, checkpoint: Folders, reference: Cal
 def test_rotary_tables_equal_transformers(
     name: str, checkpoint: Folders, reference: Callable[[str], Any]
 ) -> None:
-    config = load_hf_config(checkpoint(name))
+    config = load_hf_config(checkpoint(name))[1]
     table = cos_sin_table(config.rope, config.head_dim, 512)
     with torch.inference_mode():
         cos, sin = reference(name).model.rotary_emb(torch.zeros(1), torch.arange(512).unsqueeze(0))
@@ -69,14 +73,14 @@ def test_rope_is_read_from_both_spellings(old_style: bool) -> None:
         raw |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
     else:
         raw |= {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}}
-    config = parse_hf_config(raw)
+    config = parsed(raw)
     assert (config.rope.theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 4.0)
     assert config.max_positions == 8192
 
 
 def test_yarn_reaches_its_stretched_length() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
-    config = parse_hf_config({**RAW, "max_position_embeddings": 32_768, "rope_scaling": scaling})
+    config = parsed({**RAW, "max_position_embeddings": 32_768, "rope_scaling": scaling})
     assert config.max_positions == 131_072
 
 
@@ -111,7 +115,7 @@ def test_gguf_divisors_scale_frequencies() -> None:
     ],
 )
 def test_windows(architecture: str, extra: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert parse_hf_config({**RAW, "architectures": [architecture], **extra}).windows == windows
+    assert parsed({**RAW, "architectures": [architecture], **extra}).windows == windows
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_windows(architecture: str, extra: dict[str, Any], windows: tuple[int, .
 )
 def test_what_is_unsupported_is_named(change: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(KvernError) as caught:
-        parse_hf_config({**RAW, **change})
+        parsed({**RAW, **change})
     assert caught.value.field == field
     assert words in caught.value.message
 
@@ -148,7 +152,7 @@ def test_what_is_unsupported_is_named(change: dict[str, Any], field: str, words:
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**RAW, "eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
-    assert load_hf_config(tmp_path).eos_token_ids == (7, 9)
+    assert load_hf_config(tmp_path)[1].eos_token_ids == (7, 9)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(KvernError, match="not valid JSON"):
         load_hf_config(tmp_path)
@@ -158,7 +162,7 @@ def test_class_defaults_equal_transformers() -> None:
     """What config.json leaves out means the default of the family's own class."""
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         expected = getattr(transformers, f"{family}Config")()
-        found = parse_hf_config({**RAW, "architectures": [f"{family}ForCausalLM"], "num_attention_heads": 4})
+        found = parsed({**RAW, "architectures": [f"{family}ForCausalLM"], "num_attention_heads": 4})
         assert found.max_positions == expected.max_position_embeddings
         assert found.rms_norm_eps == expected.rms_norm_eps
         assert found.tie_word_embeddings == expected.tie_word_embeddings

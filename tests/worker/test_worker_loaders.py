@@ -23,6 +23,7 @@ from kvern_worker.weights.checkpoint import Checkpoint, bundled_model, open_chec
 from kvern_worker.weights.dequantize import dequantize_into
 from kvern_worker.weights.gguf_file import TENSOR_TYPES, GgufFile
 from kvern_worker.weights.gguf_source import hugging_face_name
+from kvern_worker.weights.safetensors_source import SafetensorsSource, file_system
 
 Folders = Callable[[str], Path]
 PROMPTS = [[3 + (i * 7 + j) % 200 for i in range(20)] for j in range(3)]
@@ -114,6 +115,33 @@ def test_formats_give_the_same_bits(checkpoint: Folders, tmp_path: Path) -> None
     tokens = generate(load_executor(folder), PROMPTS, 8)
     assert generate(load_executor(ggml), PROMPTS, 8) == tokens
     assert generate(load_executor(pickled), PROMPTS, 8) == tokens
+
+
+@pytest.mark.parametrize("strategy", ["eager", "prefetch"])
+def test_safetensors_are_the_same_however_they_are_read(
+    strategy: str, checkpoint: Folders, tmp_path: Path
+) -> None:
+    tensors = load_file(checkpoint("llama") / "model.safetensors")
+    tensors["extra"] = torch.zeros(0, 3, dtype=torch.bfloat16)
+    shards = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for index, shard in enumerate(shards):
+        save_file(dict(sorted(tensors.items())[index::2]), shard, {"format": "pt"})
+    source = SafetensorsSource(shards, strategy)
+    for name in sorted(tensors):
+        out = torch.empty(source.infos[name].shape, dtype=tensors[name].dtype)
+        source.read_into(name, out)
+        assert torch.equal(out, tensors[name]), name
+    # Nothing of a shard stays in memory once all of it was read.
+    assert source._whole == {}
+
+
+def test_an_unknown_strategy_is_refused(checkpoint: Folders) -> None:
+    with pytest.raises(KvernError, match="choose one of auto, lazy, eager, prefetch"):
+        open_checkpoint(checkpoint("llama"), strategy="mmap")
+
+
+def test_file_systems_are_told_apart() -> None:
+    assert file_system(Path("/proc/self/status")) == "proc"
 
 
 def test_a_quantized_gguf_serves(checkpoint: Folders, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvern.rpc.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+SAFETENSORS_STRATEGIES = ("auto", "lazy", "eager", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,19 @@ def unsupported(message: str, *, field: str, value: object = "") -> KvernError:
 
 
 class HfConfig(Mapping[str, Any]):
-    """The contents of a ``config.json``, with checked access. ``eos_token_ids`` may come from elsewhere."""
+    """The contents of a ``config.json``, with checked access. ``eos_token_ids`` may come from elsewhere. ``folder`` is
+    where the file lies, and ``trust_remote_code`` whether code that lies there may be run."""
 
-    def __init__(self, raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        eos_token_ids: tuple[int, ...] = (),
+        folder: Path | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         self._raw = raw
+        self.folder = folder
+        self.trust_remote_code = trust_remote_code
         self.eos_token_ids = eos_token_ids or token_ids(raw.get("eos_token_id"))
 
     def __getitem__(self, key: str) -> Any:
@@ -108,6 +119,10 @@ class HfConfig(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._raw)
+
+    def replace(self, **values: Any) -> HfConfig:
+        """The same with other values of some keys."""
+        return HfConfig({**self._raw, **values}, self.eos_token_ids, self.folder, self.trust_remote_code)
 
     @property
     def architecture(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from kvern.rpc.errors import invalid
 from kvern.v1 import model_pb2
 from kvern_worker.executor import Limits, ModelExecutor
-from kvern_worker.layers.attention import KvCache, StepInputs, block_bytes
+from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_kv
@@ -56,6 +56,8 @@ class LoadOptions:
     max_num_batched_tokens: int = 2048
     threads: int | None = None
     keep_quantized: bool | None = None
+    safetensors_load_strategy: str = "auto"
+    trust_remote_code: bool = False
 
 
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
@@ -63,7 +65,11 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     _validate(options)
     threads = options.threads or physical_cores()
     with _phase("open", model=options.model):
-        checkpoint = open_checkpoint(options.model, options.load_format)
+        checkpoint = open_checkpoint(
+            *(options.model, options.load_format),
+            strategy=options.safetensors_load_strategy,
+            trust_remote_code=options.trust_remote_code,
+        )
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
         progress.start(checkpoint.source.total_bytes)
     config, dtype = checkpoint.config, DTYPES[dtype_name]
@@ -87,7 +93,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
         loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
-        model = registry.find(config.architecture).build(config, loader, cache, size.max_model_len)
+        model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
     with _phase("warmup"):
@@ -168,16 +174,8 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 @torch.inference_mode()
 def _warm_up(model: registry.Model) -> None:
-    """One token that is stored nowhere: loads and tunes what the first request would else wait for."""
-    step = StepInputs(
-        token_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        slot_mapping=torch.full((1,), -1, dtype=torch.int64),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        query_start=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.ones(1, dtype=torch.int32),
-    )
-    model.logits(model.forward(step), slice(0, 1))
+    """Loads and tunes what the first request would else wait for."""
+    model.logits(model.forward(warm_up_step()), slice(0, 1))
 
 
 @contextmanager

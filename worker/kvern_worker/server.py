@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvern.rpc.errors import KvernError
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
-from kvern_worker.config import LOAD_FORMATS
+from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
 
 if TYPE_CHECKING:
@@ -31,6 +31,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--device", default="cpu", choices=("cpu", "cuda", "sim"))
     add("--load-format", default="auto", choices=LOAD_FORMATS)
+    add(
+        "--safetensors-load-strategy",
+        default="auto",
+        choices=SAFETENSORS_STRATEGIES,
+        help="lazy: mapped, read as needed; eager: whole files at once; prefetch: mapped, and read ahead in the "
+        "background; auto: prefetch on network file systems, else lazy",
+    )
+    add(
+        "--trust-remote-code",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="run modelling code that lies in the model's folder, where its architecture is no known one",
+    )
     add("--dtype", default="auto", choices=("auto", "float32", "float", "bfloat16", "float16", "half"))
     add(
         "--max-model-len",
@@ -120,6 +133,8 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         max_num_batched_tokens=args.max_num_batched_tokens,
         threads=args.threads,
         keep_quantized=args.keep_quantized,
+        safetensors_load_strategy=args.safetensors_load_strategy,
+        trust_remote_code=args.trust_remote_code,
     )
     return load(options, progress)
 

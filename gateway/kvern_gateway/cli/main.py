@@ -108,6 +108,15 @@ def up(
         typer.Option(min=1, max=65_535, help="The scheduler's metrics; the gateway's are on the HTTP port"),
     ] = None,
     load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
+    safetensors_load_strategy: Annotated[
+        str | None, typer.Option(help="auto, lazy, eager (whole files), or prefetch (read ahead)")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-remote-code/--no-trust-remote-code", help="Run code that the model's folder brings"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,

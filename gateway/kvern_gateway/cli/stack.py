@@ -37,6 +37,8 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "load_format",
+        "safetensors_load_strategy",
+        "trust_remote_code",
         "device",
         "sim_step_us",
         "sim_num_blocks",

@@ -26,6 +26,18 @@ class StepInputs:
     seq_lens: Tensor
 
 
+def warm_up_step() -> StepInputs:
+    """One token that is stored nowhere."""
+    return StepInputs(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        slot_mapping=torch.full((1,), -1, dtype=torch.int64),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        query_start=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+    )
+
+
 class KvCache:
     """Keys and values of all layers, [num_blocks, kv_heads, block_size, head_dim] each. Memory is only touched
     when a block is first written."""

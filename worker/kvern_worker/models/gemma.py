@@ -35,14 +35,12 @@ class GemmaConfig(DecoderConfig):
 
 def parse(raw: HfConfig) -> GemmaConfig:
     version = {"GemmaForCausalLM": 1, "Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 3}[raw.architecture]
-    raw = HfConfig(
-        {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}, raw.eos_token_ids
-    )
+    raw = raw.replace(hidden_act=raw.get("hidden_activation") or "gelu_pytorch_tanh")
     raw.only("use_bidirectional_attention", raw.get("use_bidirectional_attention") and False)
     ropes = raw.get("rope_parameters") or {}
     theta = 1e6 if version == 3 else 1e4
     if version == 3 and "full_attention" in ropes:
-        raw = HfConfig({**raw, "rope_parameters": ropes["full_attention"]}, raw.eos_token_ids)
+        raw = raw.replace(rope_parameters=ropes["full_attention"])
     fields = decoder_fields(
         raw, max_positions=131_072 if version == 3 else 8192, theta=theta, head_dim=256, tie=True
     )

@@ -33,7 +33,7 @@ def parse(raw: HfConfig) -> NeoxConfig:
         "rope_theta": raw.get("rope_theta") or raw.get("rotary_emb_base"),
         "partial_rotary_factor": raw.get("partial_rotary_factor") or raw.get("rotary_pct"),
     }
-    fields = decoder_fields(HfConfig({**raw, **renamed}, raw.eos_token_ids), max_positions=2048, partial=0.25)
+    fields = decoder_fields(raw.replace(**renamed), max_positions=2048, partial=0.25)
     bias = bool(raw.get("attention_bias", True))
     return NeoxConfig(
         **fields,

@@ -40,7 +40,7 @@ def parse(raw: HfConfig) -> GptOssConfig:
     raw.only("swiglu_alpha", 1.702)
     raw.only("swiglu_limit", 7.0)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or _ROPE
-    raw = HfConfig({**raw, "rope_parameters": rope}, raw.eos_token_ids)
+    raw = raw.replace(rope_parameters=rope)
     fields = decoder_fields(raw, max_positions=131_072, eps=1e-5, theta=150_000.0, head_dim=64)
     # Its max_position_embeddings is the length after stretching.
     fields["max_positions"] = raw.positive("max_position_embeddings", 131_072)

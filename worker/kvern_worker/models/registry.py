@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -78,17 +77,26 @@ def known() -> list[str]:
     return [*ARCHITECTURES, *(name for name in _plugins() if name not in ARCHITECTURES)]
 
 
-def find(architecture: str) -> ModelFile:
-    """The file of an architecture; a plug-in's goes before ours. Raises KvernError when there is none."""
+def find(architecture: str) -> ModelFile | None:
+    """The file of an architecture; a plug-in's goes before ours."""
     if (plugin := _plugins().get(architecture)) is not None:
         return importlib.import_module(plugin)
     if architecture in ARCHITECTURES:
         return importlib.import_module(f"kvern_worker.models.{ARCHITECTURES[architecture]}")
-    raise unsupported(
-        f"architecture {architecture} is not supported; supported are {', '.join(known())}",
-        field="architectures",
-        value=architecture,
-    )
+    return None
+
+
+def file_of(raw: HfConfig) -> ModelFile:
+    """The file of a configuration's architecture; where there is none, transformers' own code, if that can serve it.
+    Raises KvernError when nothing can."""
+    if (file := find(raw.architecture)) is not None:
+        return file
+    from kvern_worker.models import transformers_fallback
+
+    if (refusal := transformers_fallback.refusal(raw)) is not None:
+        refusal.message += f"; models with a file are {', '.join(known())}"
+        raise refusal
+    return transformers_fallback
 
 
 @lru_cache
@@ -96,20 +104,20 @@ def _plugins() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
-def load_hf_config(folder: Path) -> ModelConfig:
-    """Reads ``folder/config.json`` (and ``generation_config.json`` for end tokens). Raises KvernError."""
+def load_hf_config(folder: Path, trust_remote_code: bool = False) -> tuple[ModelFile, ModelConfig]:
+    """Reads ``folder/config.json`` (and ``generation_config.json`` for end tokens): the model's file, and what it makes
+    of them. Raises KvernError."""
     raw = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = token_ids(raw.get("eos_token_id"))
     if generation.exists():
         eos += token_ids(_read_json(generation).get("eos_token_id"))
-    return parse_hf_config(raw, eos_token_ids=tuple(dict.fromkeys(eos)))
+    return parse_hf_config(HfConfig(raw, tuple(dict.fromkeys(eos)), folder, trust_remote_code))
 
 
-def parse_hf_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """Turns the contents of a ``config.json`` into a ModelConfig. Raises KvernError naming the key at fault."""
-    config = HfConfig(raw, eos_token_ids)
-    file = find(config.architecture)
+def parse_hf_config(raw: HfConfig) -> tuple[ModelFile, ModelConfig]:
+    """Raises KvernError naming the key at fault."""
+    file = file_of(raw)
     method = (raw.get("quantization_config") or {}).get("quant_method", "")
     if method and method not in getattr(file, "QUANTIZATIONS", ()):
         raise unsupported(
@@ -117,7 +125,7 @@ def parse_hf_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ())
             field="quantization_config",
             value=method,
         )
-    return file.parse(config)
+    return file, file.parse(raw)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.rpc.errors import invalid
-from kvern_worker.config import LOAD_FORMATS, ModelConfig
-from kvern_worker.models.registry import load_hf_config
+from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES, ModelConfig
+from kvern_worker.models.registry import ModelFile, find, load_hf_config
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
 from kvern_worker.weights.source import DummySource, TensorSource
@@ -24,10 +24,12 @@ _FOLDER_FORMATS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that can be loaded. ``digest`` is SHA-256 over file names, sizes and the configuration."""
+    """A model that can be loaded. ``file`` makes a model of ``config``, which it parsed. ``digest`` is SHA-256 over file
+    names, sizes and the configuration."""
 
     path: Path
     load_format: str
+    file: ModelFile
     config: ModelConfig
     source: TensorSource
 
@@ -46,34 +48,40 @@ def bundled_model() -> Path | None:
     return None
 
 
-def open_checkpoint(model: str | Path, load_format: str = "auto") -> Checkpoint:
-    """Opens a Hugging Face folder or a .gguf file. Nothing of the weights is read yet. Raises KvernError."""
-    if load_format not in LOAD_FORMATS:
-        raise invalid(
-            "load_format",
-            f"load format {load_format} is unknown; choose one of {', '.join(LOAD_FORMATS)}",
-            value=load_format,
-        )
+def open_checkpoint(
+    model: str | Path, load_format: str = "auto", strategy: str = "auto", trust_remote_code: bool = False
+) -> Checkpoint:
+    """Opens a Hugging Face folder or a .gguf file. Nothing of the weights is read yet. ``strategy`` is one of
+    :data:`SAFETENSORS_STRATEGIES`. Raises KvernError."""
+    for field, value, known in (
+        ("load_format", load_format, LOAD_FORMATS),
+        ("safetensors_load_strategy", strategy, SAFETENSORS_STRATEGIES),
+    ):
+        if value not in known:
+            words = field.replace("_", " ")
+            raise invalid(field, f"{words} {value} is unknown; choose one of {', '.join(known)}", value=value)
     path = Path(model).expanduser()
     if not path.exists():
         raise invalid("model", f"model {path} does not exist; give a folder or a .gguf file", value=path)
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
-        file = GgufFile(gguf)
-        decoder = parse_gguf_config(file)
-        source: TensorSource = DummySource(gguf) if load_format == "dummy" else GgufSource(file, decoder)
-        return Checkpoint(path, "dummy" if load_format == "dummy" else "gguf", decoder, source)
-    config = load_hf_config(path)
+        opened = GgufFile(gguf)
+        decoder = parse_gguf_config(opened)
+        source: TensorSource = DummySource(gguf) if load_format == "dummy" else GgufSource(opened, decoder)
+        file = find(decoder.architecture)
+        assert file is not None
+        return Checkpoint(path, "dummy" if load_format == "dummy" else "gguf", file, decoder, source)
+    file, config = load_hf_config(path, trust_remote_code)
     if load_format == "dummy":
-        return Checkpoint(path, "dummy", config, DummySource(path / "config.json"))
+        return Checkpoint(path, "dummy", file, config, DummySource(path / "config.json"))
     kind, files = _weight_files(path, load_format)
     if kind == "safetensors":
         from kvern_worker.weights.safetensors_source import SafetensorsSource
 
-        return Checkpoint(path, kind, config, SafetensorsSource(files))
+        return Checkpoint(path, kind, file, config, SafetensorsSource(files, strategy))
     from kvern_worker.weights.torch_source import TorchSource
 
-    return Checkpoint(path, kind, config, TorchSource(files))
+    return Checkpoint(path, kind, file, config, TorchSource(files))
 
 
 def _gguf_file(path: Path, load_format: str) -> Path | None:

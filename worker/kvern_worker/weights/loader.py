@@ -130,6 +130,16 @@ class WeightLoader:
         self._count(num_bytes=packed.num_bytes)
         return packed
 
+    @property
+    def has_files(self) -> bool:
+        """False for a dummy checkpoint."""
+        return bool(self._source.infos)
+
+    def took_all(self, num_parameters: int, num_bytes: int) -> None:
+        """Someone else has read the whole checkpoint."""
+        self._count(num_bytes, num_parameters)
+        self._on_bytes(self._source.total_bytes)
+
     def finish(self, *ignored: str) -> None:
         """Raises KvernError when the checkpoint has tensors that the model did not ask for, and that start with none
         of ``ignored``."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvern_kernels.decoder import Decoder as Decoder
     from kvern_kernels.decoder import DecoderLayer as DecoderLayer
     from kvern_kernels.dispatch import select as select
+    from kvern_kernels.dispatch import select_attention as select_attention
     from kvern_kernels.reference import PackedLinear as PackedLinear
     from kvern_kernels.reference import add_rms_norm as add_rms_norm
     from kvern_kernels.reference import copy_blocks as copy_blocks
@@ -96,12 +97,12 @@ def __getattr__(name: str) -> Any:
         from kvern_kernels import decoder
 
         return getattr(decoder, name)
-    if name not in OPS and name not in ("PackedLinear", "select"):
+    if name not in OPS and name not in ("PackedLinear", "select", "select_attention"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvern_kernels import dispatch
 
-    if name == "select":
-        return dispatch.select
+    if name in ("select", "select_attention"):
+        return getattr(dispatch, name)
     value = dispatch.resolve(name)
     globals()[name] = value
     return value

@@ -85,3 +85,10 @@ def run_layers(
         hidden = ops.linear(gate(ops.linear(normed, layer.gate_up)), layer.down)
     assert residual is not None
     return hidden, residual
+
+
+def run_by_op(decoder: Decoder, hidden: Tensor, *step: Tensor) -> tuple[Tensor, Tensor]:
+    """run_decoder op by op, each from the backend that the dispatcher has chosen for it."""
+    import kvern_kernels
+
+    return run_layers(kvern_kernels, decoder, hidden, *step)

@@ -24,6 +24,7 @@ BACKENDS = {
     "reference": "kvern_kernels.reference",
 }
 _forced: str | None = None
+_attention: str | None = None
 _failures: dict[str, str] = {}  # backend → why it cannot serve here; tried once per process
 
 
@@ -40,6 +41,22 @@ def select(backend: str | None) -> None:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _forced = backend
+    forget()
+
+
+def select_attention(name: str | None, device: str) -> None:
+    """Serve `paged_attention` from the backend `name` of attention_backends from now on; None: choose as for
+    other ops. Raises Unavailable, which says why each backend was rejected, unless it serves on `device`.
+    """
+    global _attention
+    if name is not None:
+        from kvern_kernels import attention_backends
+
+        try:
+            attention_backends.find(name, device)
+        except attention_backends.Unavailable as error:
+            raise Unavailable(str(error)) from None
+    _attention = name
     forget()
 
 
@@ -61,6 +78,19 @@ def resolve(op: str) -> Any:
 
 def choose(op: str, device: str) -> Any:
     """The function that serves `op` on tensors of `device` ("cpu" or "cuda"). Raises Unavailable."""
+    if op == "paged_attention" and _attention is not None:
+        from kvern_kernels import attention_backends
+
+        try:
+            named = attention_backends.find(_attention, device)
+            log.info("%s on %s: %s, which was asked for", op, device, _attention.upper())
+            return named
+        except attention_backends.Unavailable as reason:  # on a device beside the one it was asked for
+            log.info("%s on %s: %s", op, device, reason)
+    if _attention is not None and _attention.upper() != "CPU_ATTN" and op in ("pack_decoder", "run_decoder"):
+        from kvern_kernels import decoder, reference  # a whole stack in one call has its own attention
+
+        return reference.pack_decoder if op == "pack_decoder" else decoder.run_by_op
     forced = _forced or os.environ.get("KVERN_KERNELS") or None
     if forced is not None and forced not in BACKENDS:
         raise ValueError(f"KVERN_KERNELS={forced!r}: use one of {', '.join(BACKENDS)}")

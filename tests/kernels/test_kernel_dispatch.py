@@ -6,6 +6,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def test_a_backend_can_be_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert kvern_kernels.rms_norm is cpu.rms_norm
     with pytest.raises(ValueError, match="unknown kernel backend 'gpu': use one of triton, cpu, reference"):
         dispatch.select("gpu")
+
+
+def test_with_two_kinds_of_devices_the_tensors_decide() -> None:
+    op = dispatch._by_device("op", {"cpu": lambda *_, **__: "here", "meta": lambda *_, **__: "there"})
+    near, far = torch.zeros(1), torch.zeros(1, device="meta")
+    assert (op(near), op(far, near)) == ("here", "there")
+    assert (op(3, 4, device="meta"), op(3, 4)) == ("there", "here")  # a cache to be
+    layers = [SimpleNamespace(input_norm=far)]
+    assert (op(layers), op(SimpleNamespace(layers=layers))) == ("there", "there")  # a decoder
 
 
 def test_an_unknown_op_is_an_attribute_error() -> None:

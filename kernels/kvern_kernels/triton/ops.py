@@ -15,10 +15,7 @@ if not torch.cuda.is_available():
         why = "torch was built without CUDA or ROCm" if not torch.backends.cuda.is_built() else "no GPU found"
         raise ImportError(f"{why} (TRITON_INTERPRET=1 runs the kernels, slowly, on CPU tensors)")
 
-from torch import Tensor
-
-import kvern_kernels
-from kvern_kernels.decoder import Decoder, run_layers
+from kvern_kernels.decoder import run_by_op as run_decoder
 from kvern_kernels.reference import new_kv_cache, pack_decoder
 from kvern_kernels.triton.activations import gelu_and_mul, silu_and_mul, swiglu_and_mul
 from kvern_kernels.triton.attention import merge_attention, paged_attention
@@ -37,20 +34,6 @@ from kvern_kernels.triton.sampling import (
 NAME = f"triton/{'interpreter' if interpreted() else chip().name}"
 DEVICES = ("cpu", "cuda") if interpreted() else ("cuda",)
 ONLY_WHEN_ASKED = interpreted()  # far too slow to be anyone's default
-
-
-def run_decoder(
-    decoder: Decoder,
-    hidden: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See reference.run_decoder: op by op, each by the backend that serves it."""
-    step = (positions, slot_mapping, block_tables, query_start, seq_lens)
-    return run_layers(kvern_kernels, decoder, hidden, *step)
 
 
 __all__ = [

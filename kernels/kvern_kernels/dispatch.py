@@ -125,10 +125,11 @@ def _by_device(op: str, functions: dict[str, Callable[..., Any]]) -> Callable[..
     from torch import device as Device
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or getattr(args[0], "device", None)
-        if device is None:  # a list of layers, a decoder, a number of blocks
-            layers = getattr(args[0], "layers", args[0])
-            device = layers[0].input_norm.device if isinstance(layers, list | tuple) and layers else "cpu"
+        first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+        device = kwargs.get("device") or getattr(first, "device", None)
+        if device is None:  # layers, a decoder of them, weights packed for the CPU, a number of blocks
+            layers = getattr(first, "layers", [first])
+            device = layers[0].input_norm.device if hasattr(layers[0], "input_norm") else "cpu"
         return functions[Device(device).type](*args, **kwargs)
 
     call.__name__ = call.__qualname__ = op

@@ -43,6 +43,10 @@ class PackedLinear:
         return self.weight.nbytes + bias
 
     @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
     def in_features(self) -> int:
         return self.weight.shape[1]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,8 @@ def pack_experts(
     return PackedExperts(tuple(gate_up), tuple(down), activation)
 
 
-def check_experts(gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str) -> None:
-    """Raises ValueError unless the projections belong together."""
+def check_experts(gate_up: Sequence[Any], down: Sequence[Any], activation: str) -> None:
+    """Raises ValueError unless the projections, of any backend's PackedLinear, belong together."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown expert activation {activation!r}: use one of {', '.join(ACTIVATIONS)}")
     if not gate_up or len(gate_up) != len(down):

@@ -25,7 +25,10 @@ from triton.runtime.jit import create_function_from_signature
 from kvern_kernels.triton.launch import CHIPS, Chip, Launch, record
 
 # Modules of this package with a `production()`: (label, call on meta tensors).
-MODULES = ("activations", "attention", "kv", "norms", "rope", "sampling")
+MODULES = (
+    *("activations", "attention", "gemm", "grouping", "kv", "lora", "moe", "norms", "quantize", "rope"),
+    *("routing", "sampling"),
+)
 
 
 @dataclass(frozen=True, slots=True)

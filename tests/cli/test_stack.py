@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
 from kvern_gateway.cli import stack
 from kvern_gateway.cli.ports import PortInUse, claim_port
@@ -28,6 +31,30 @@ def test_flags_go_to_the_services_that_take_them() -> None:
 def test_children_are_listed_in_order_of_need(tmp_path: Path) -> None:
     names = [spec.name for spec in stack.stack_specs(options(tmp_path))]
     assert names == ["store", "worker", "scheduler", "gateway"]
+
+
+def test_the_private_store_has_little_to_read_after_a_kill(tmp_path: Path) -> None:
+    argv = list(stack.stack_specs(options(tmp_path))[0].argv)
+    server = redis_server(argv)
+    assert server["appendonly"] == "yes"
+    assert int(server["auto-aof-rewrite-min-size"]) == 8 * 2**20
+
+
+def redis_server(argv: list[str]) -> dict[str, str]:
+    """What the started server says of its own configuration."""
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+        try:
+            client = redis.Redis(unix_socket_path=argv[argv.index("--unixsocket") + 1])
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    found: dict[str, str] = client.config_get("*")
+                    return found
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("more", [{"store": "memory"}, {"redis_url": "redis://elsewhere:6379/0"}])

@@ -21,6 +21,7 @@ DEFAULT_MODEL_VOCAB_SIZE = 49_152
 
 # A unix socket's path, its closing zero included, fits 108 bytes.
 SOCKET_PATH_BYTES = 107
+AOF_REWRITE_MIN_SIZE = "8mb"
 # For answers in flight when all is stopped; below the supervisor's own patience.
 _GATEWAY_GRACE_S = 5
 
@@ -92,6 +93,8 @@ def store_spec(options: StackOptions) -> ChildSpec:
         find_store_server(),
         *("--port", "0", "--unixsocket", str(options.socket("store")), "--unixsocketperm", "700"),
         *("--dir", str(directory), "--appendonly", "yes", "--appendfsync", options.appendfsync),
+        # What it reads when it comes back from a kill: some 25 MB a second, and everything waits.
+        *("--auto-aof-rewrite-min-size", AOF_REWRITE_MIN_SIZE),
         *("--save", "", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
     ]
     # SIGTERM lets it write its file out.

@@ -190,14 +190,24 @@ async def run(options: OverloadOptions) -> dict[str, Any]:
         offered = Offered(options, http_port)
         lateness: list[float] = []
         watching = asyncio.create_task(_watch(lateness))
-        before, start = bench.cpu_seconds(), perf_counter()
+        before, waited_before, start = bench.cpu_seconds(), bench.cpu_waited_seconds(), perf_counter()
         await offered.offer(rate, options.warm_up_s + options.seconds)
-        after, end = bench.cpu_seconds(), perf_counter()
+        after, waited_after, end = bench.cpu_seconds(), bench.cpu_waited_seconds(), perf_counter()
         watching.cancel()
         await offered.finish(FINISH_TIMEOUT_S)
         offered.close()
     cpu = {name: (after[name] - before.get(name, 0.0)) / (end - start) for name in after}
-    return _result(options, peak_goodput, rate, offered, start + options.warm_up_s, cpu, lateness)
+    waited = {
+        name: (waited_after[name] - waited_before.get(name, 0.0)) / (end - start) for name in waited_after
+    }
+    result = _result(options, peak_goodput, rate, offered, start + options.warm_up_s)
+    return {
+        **result,
+        "cpu_share": cpu,
+        "cpu_waited_share": waited,
+        "client_lateness_ms_p50": percentile_ms(lateness, 0.5),
+        "client_lateness_ms_p99": percentile_ms(lateness, 0.99),
+    }
 
 
 def _result(
@@ -206,8 +216,6 @@ def _result(
     rate: float,
     offered: Offered,
     start: float,
-    cpu: dict[str, float],
-    lateness: Sequence[float],
 ) -> dict[str, Any]:
     records = offered.records
     goodput = tokens_between(records, start, start + options.seconds) / options.seconds
@@ -238,9 +246,6 @@ def _result(
         "admitted_but_unfinished": len(unfinished),
         "other_errors": len(others),
         "first_error": next((record.error for record in [*unfinished, *others]), None),
-        "client_lateness_ms_p50": percentile_ms(lateness, 0.5),
-        "client_lateness_ms_p99": percentile_ms(lateness, 0.99),
-        "cpu_share": cpu,
     }
 
 
@@ -251,7 +256,11 @@ def percentile_ms(seconds: Sequence[float], share: float) -> float:
 
 
 def render(result: dict[str, Any]) -> str:
-    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in result["cpu_share"].items())
+    waited = result["cpu_waited_share"]
+    shares = ", ".join(
+        f"{name} {100 * share:.0f} % (waited for one {100 * waited[name]:.0f} %)"
+        for name, share in result["cpu_share"].items()
+    )
     lines = [
         f"peak      {result['peak_goodput']:.0f} tokens/s ({result['slots']} slots, simulated step "
         f"{result['sim_step_us']} µs, store {result['store']})",
@@ -263,7 +272,7 @@ def render(result: dict[str, Any]) -> str:
         f"admitted  {result['admitted']}, TTFT {result['ttft_ms_p50']:.0f} ms p50, {result['ttft_ms_p99']:.0f} ms "
         f"p99; {result['admitted_but_unfinished']} did not finish",
         f"failed    {result['other_errors']} otherwise, {result['not_sent']} not even sent",
-        f"CPU       {shares} of a core; this client is {result['client_lateness_ms_p50']:.1f} ms late p50, "
+        f"CPU       {shares}; this client is {result['client_lateness_ms_p50']:.1f} ms late p50, "
         f"{result['client_lateness_ms_p99']:.1f} ms p99",
     ]
     if result["first_error"]:

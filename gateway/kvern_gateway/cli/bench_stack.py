@@ -36,6 +36,11 @@ class Bench:
         pids = {name: self.supervisor.pid(name) for name in self.names}
         return {name: cpu_seconds(pid) for name, pid in pids.items() if pid}
 
+    def cpu_waited_seconds(self) -> dict[str, float]:
+        """What each process could have run so far and was not, since others did."""
+        pids = {name: self.supervisor.pid(name) for name in self.names}
+        return {name: cpu_waited_seconds(pid) for name, pid in pids.items() if pid}
+
 
 @contextlib.asynccontextmanager
 async def running(
@@ -88,6 +93,15 @@ async def until_healthy(target: Target) -> None:
                 await asyncio.sleep(0.05)
     finally:
         pool.close()
+
+
+def cpu_waited_seconds(pid: int) -> float:
+    """The longest that a thread of the process has waited for a processor in its life."""
+    waited = [0]
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            waited.append(int(path.read_text().split()[1]))
+    return max(waited) / 1e9
 
 
 def cpu_seconds(pid: int) -> float:

@@ -33,6 +33,20 @@ def test_nothing_is_lost_whatever_dies() -> None:
 
 
 @pytest.mark.slow
+def test_a_rolling_restart_is_nobodys_error() -> None:
+    """Requests that their clients did not name live through it too."""
+    argv = [KVERN, "bench", "chaos", "--restarts", "1", "--clients", "4", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout, done.stderr
+    result = json.loads(done.stdout)
+    assert result["violations"] == 0, json.dumps(result, indent=1)
+    assert result["by_kind"].keys() <= {f"{k} restart" for k in ("scheduler", "worker", "gateway", "store")}
+    assert result["faults"] >= 3
+    lacking = sum(row[kind] for row in result["by_kind"].values() for kind in ("lost", "missing", "repeated"))
+    assert lacking == 0
+
+
+@pytest.mark.slow
 def test_a_run_that_is_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
     argv = [KVERN, "bench", "chaos", "--kind", "worker", "--clients", "2"]
     with (tmp_path / "output").open("wb") as output:

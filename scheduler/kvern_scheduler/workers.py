@@ -228,8 +228,8 @@ class Worker:
                     self._last_result = now if group.in_flight else 0.0
             except ProtocolError as error:
                 raise WorkerLost(str(error)) from error
-            if not self._writing:
-                await self._send_plans(self._take_plans())
+            # The plans first: the worker waits for nothing else. They are written while the next result is read.
+            self.pump()
             engine.settle()
 
     def pump(self) -> None:

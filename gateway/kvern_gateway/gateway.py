@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvern.block_hash import hash_prompt, join_hashes
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32
 from kvern.v1 import generation_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
 
 # One token's log-probabilities with a few alternatives, as they are held.

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import grpc.aio
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import generation_pb2_grpc, sampling_pb2
 from kvern.v1.model_pb2 import ModelInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
 
 RETRY_AFTER_MS = 1_000

@@ -22,8 +22,9 @@ from typing import Any, NoReturn, cast
 
 import grpc.aio
 
+from kvern.errors import KvernError
 from kvern.rpc.channel import create_channel
-from kvern.rpc.errors import KvernError, error_from_rpc
+from kvern.rpc.errors import error_from_rpc
 from kvern.rpc.packing import unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2, session_pb2_grpc
 from kvern_gateway.generation import Choice, Generation, unavailable

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 
 
 class Undecodable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern_gateway.generation import ORPHAN_GRACE_S, Generation, unavailable
 
 CHECK_S = 1.0

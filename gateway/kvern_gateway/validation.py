@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.limits import Limits

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, session_pb2
-from kvern_scheduler.core.errors import RequestError
 from kvern_scheduler.engine import Engine, store_is_away
 from kvern_scheduler.recovery import Archive
 from kvern_scheduler.sessions import Session
@@ -66,13 +66,13 @@ class Asking:
             log.exception("a submit failed")
             self._refuse(
                 submit,
-                RequestError(
+                KvernError(
                     error_pb2.ERROR_CODE_INTERNAL,
                     "internal error on submit; the scheduler's log has the stack",
                 ),
             )
 
-    def _refuse(self, ask: Ask, error: RequestError) -> None:
+    def _refuse(self, ask: Ask, error: KvernError) -> None:
         self._session.refused(session_pb2.Refused(handle=ask.handle, error=error.to_pb()))
 
     async def _recall(self, asks: list[Ask]) -> None:

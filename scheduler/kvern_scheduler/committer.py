@@ -208,10 +208,11 @@ def _mark_last(changes: Changes, delta: Delta) -> None:
 
 def _pack_tokens(batches: list[Tokens], delta: Delta) -> None:
     """Sorts the tokens of all steps by sequence, in order of index for each."""
-    if len(batches) == 1:  # one token a sequence: nothing to sort
-        batch = batches[0]
-        delta.seq_nos, delta.tokens = batch.seq_nos, batch.token_ids
-        delta.counts = np.ones(batch.seq_nos.size, np.uint32)
+    first = batches[0]
+    if all(batch.seq_nos is first.seq_nos for batch in batches):  # the same sequences decode: nothing to sort
+        delta.seq_nos = first.seq_nos
+        delta.counts = np.full(first.seq_nos.size, len(batches), np.uint32)
+        delta.tokens = np.array([batch.token_ids for batch in batches]).ravel("F")
         return
     seq_nos = np.concatenate([batch.seq_nos for batch in batches])
     tokens = np.concatenate([batch.token_ids for batch in batches])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvern.block_hash import split_hashes
+from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
 from kvern_scheduler.core.changes import Logprobs
-from kvern_scheduler.core.errors import ProtocolError, RequestError, invalid
+from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.plan import Entry, Plan, Result
 from kvern_scheduler.core.requests import Finish, Sequence, Submission, sequence_seed
 
@@ -57,7 +58,7 @@ def result_from_pb(pb: worker_pb2.StepResult) -> Result:
 
 
 def submission_from_pb(pb: session_pb2.Submit) -> Submission:
-    """Raises RequestError where packed fields are ragged."""
+    """Raises KvernError where packed fields are ragged."""
     if len(pb.prompt_token_ids) % 4:
         raise invalid("prompt_token_ids", "the length in bytes is not a multiple of 4")
     try:
@@ -115,10 +116,7 @@ def finish_to_pb(finish: Finish, handle: int = 0) -> session_pb2.Finished:
 
 
 def finish_from_pb(pb: session_pb2.Finished) -> Finish:
-    error = None
-    if pb.HasField("error"):
-        e = pb.error
-        error = RequestError(e.code, e.message, field=e.field, value=e.value, limit=e.limit)
+    error = KvernError.from_pb(pb.error) if pb.HasField("error") else None
     return Finish(
         pb.reason,
         pb.num_output_tokens,

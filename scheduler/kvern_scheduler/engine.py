@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_i32
 from kvern.v1 import error_pb2, session_pb2, worker_pb2
 from kvern_scheduler.committer import Committer
 from kvern_scheduler.convert import result_from_pb, submission_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.changes import Changes
-from kvern_scheduler.core.errors import RequestError, invalid
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Group, Limits
 from kvern_scheduler.core.plan import Plan
@@ -77,7 +77,7 @@ class Engine:
             if pb.resumes and self.cell.find(pb.tenant, pb.request_id) is None:
                 raise _not_found(pb.request_id)
             request, new = self.cell.submit(submission_from_pb(pb), self.clock())
-        except RequestError as error:
+        except KvernError as error:
             session.refused(session_pb2.Refused(handle=pb.handle, error=error.to_pb()))
             self.metrics.refused(error)
             return
@@ -106,7 +106,7 @@ class Engine:
                     raise invalid(
                         "next_index", "next_index is beyond the output so far", value=index, limit=limit
                     )
-        except RequestError as error:
+        except KvernError as error:
             session.refused(session_pb2.Refused(handle=pb.handle, error=error.to_pb()))
             return
         if pb.claim:
@@ -297,20 +297,20 @@ class Engine:
             self._abort_later(waiting, self.orphan_grace_s)
 
 
-def store_is_away() -> RequestError:
-    return RequestError(error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500)
+def store_is_away() -> KvernError:
+    return KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500)
 
 
-def _taken_over() -> RequestError:
-    return RequestError(
+def _taken_over() -> KvernError:
+    return KvernError(
         error_pb2.ERROR_CODE_CANCELLED,
         "another call with the same request id has taken this one over",
         field="request_id",
     )
 
 
-def _not_found(request_id: str) -> RequestError:
-    return RequestError(
+def _not_found(request_id: str) -> KvernError:
+    return KvernError(
         error_pb2.ERROR_CODE_REQUEST_NOT_FOUND,
         "no such request: it was never submitted, or its retention is over",
         field="request_id",

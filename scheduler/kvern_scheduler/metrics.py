@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from kvern.errors import KvernError
 from kvern.rpc.metrics import COUNTS, LABELS, REQUEST_SECONDS, TOKENS
 from kvern.v1 import error_pb2
-from kvern_scheduler.core.errors import RequestError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.requests import Sequence
@@ -68,7 +68,7 @@ class Metrics:
         self._steps_by_tokens[bisect_left(TOKENS, computed)] += 1
         self._computed_tokens += computed
 
-    def refused(self, error: RequestError) -> None:
+    def refused(self, error: KvernError) -> None:
         reason = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
         self._rejections.labels(*self._labels, reason).inc()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, session_pb2, session_pb2_grpc
 from kvern_scheduler.asking import Asking
 from kvern_scheduler.engine import Engine

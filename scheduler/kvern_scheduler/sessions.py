@@ -11,7 +11,7 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, session_pb2
 from kvern_scheduler.core.requests import Sequence
 

@@ -20,11 +20,12 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from kvern.errors import KvernError
 from kvern.rpc.channel import create_channel
 from kvern.rpc.packing import unpack_u32
 from kvern.v1 import worker_pb2, worker_pb2_grpc
 from kvern_scheduler.convert import plan_to_pb
-from kvern_scheduler.core.errors import ProtocolError, RequestError
+from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.store.base import IndexEntries, StoreUnavailable
@@ -89,7 +90,7 @@ class Worker:
                         log.warning("worker %s lost: %s %s", self.address, error.code().name, error.details())
                 except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
                     log.warning("worker %s lost: %r", self.address, error)
-                except RequestError as error:
+                except KvernError as error:
                     log.error("worker %s refused: %s", self.address, error.message)
                     await asyncio.sleep(2.0)
                 finally:

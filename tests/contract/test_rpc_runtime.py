@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from kvern.errors import KvernError, invalid
 from kvern.rpc import errors, health, packing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.server import Server
@@ -20,7 +21,7 @@ SERVICE = "kvern.v1.WorkerService"
 
 class FailingWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Describe(self, request, context):
-        raise errors.KvernError(
+        raise KvernError(
             error_pb2.ERROR_CODE_OVERLOADED,
             "the queue holds 10 requests, its limit",
             field="queue",
@@ -34,7 +35,7 @@ class FailingWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Execute(self, request_iterator, context):
         yield worker_pb2.ExecuteResponse()
-        raise errors.invalid("plans", "a plan is malformed")
+        raise invalid("plans", "a plan is malformed")
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_every_error_code_has_a_status():
         error_pb2.ERROR_CODE_NUMERICAL,
     }
     for code in error_pb2.ErrorCode.values():
-        status = errors.KvernError(code, "m").status
+        status = errors.status_of(KvernError(code, "m"))
         assert (status is grpc.StatusCode.INTERNAL) == (code in internal)
 
 

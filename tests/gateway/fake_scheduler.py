@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
 from kvern.rpc.server import Server
 from kvern.v1 import error_pb2, model_pb2, sampling_pb2, session_pb2, session_pb2_grpc

@@ -15,7 +15,8 @@ from gateway.fake_scheduler import FakeScheduler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvern.rpc.errors import KvernError, error_from_rpc
+from kvern.errors import KvernError
+from kvern.rpc.errors import error_from_rpc
 from kvern.v1 import error_pb2, generation_pb2, generation_pb2_grpc, sampling_pb2
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http import fields, parse, protocol

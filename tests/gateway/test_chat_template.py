@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern_gateway.limits import Limits
 from kvern_gateway.text.chat_template import TemplateRenderer
 from kvern_gateway.text.tokenizer import TextModel

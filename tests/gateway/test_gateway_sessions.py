@@ -12,7 +12,7 @@ import pytest
 from gateway.conftest import Serve, Served
 from gateway.fake_scheduler import FakeScheduler, until
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32
 from kvern.v1 import error_pb2, generation_pb2, sampling_pb2, session_pb2
 from kvern.v1.generation_pb2_grpc import GenerationServiceStub

@@ -9,7 +9,7 @@ import pytest
 from gateway.conftest import Serve, Served
 from gateway.fake_scheduler import FakeScheduler, until
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import unpack_i32
 from kvern.v1 import error_pb2, session_pb2
 from kvern_gateway.text.tokenizer import TextModel

@@ -11,7 +11,7 @@ from gateway.conftest import Serve, Served
 from gateway.fake_scheduler import FakeScheduler
 from gateway.test_openai_client import MESSAGES, saying
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern_gateway.http.resume import parse_last_event_id
 from kvern_gateway.text.tokenizer import TextModel
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scheduler.core_harness import CoreHarness
 
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_u32
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
-from kvern_scheduler.core.errors import IntegrityError, ProtocolError, RequestError
+from kvern_scheduler.core.errors import IntegrityError, ProtocolError
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.plan import Result
 from kvern_scheduler.core.requests import sequence_seed
@@ -176,7 +177,7 @@ def test_prompt_logprobs_are_told_once_though_preempted() -> None:
 
 def test_what_never_fits_is_refused_with_both_numbers() -> None:
     core = CoreHarness(replace(CONFIG, num_blocks=10))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(KvernError) as refused:
         core.submit(PROMPT, 20)
     assert refused.value.code == error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED
     assert (refused.value.value, refused.value.limit) == ("47", "40")
@@ -186,7 +187,7 @@ def test_what_never_fits_is_refused_with_both_numbers() -> None:
 def test_queues_are_bounded_in_tokens_too() -> None:
     core = CoreHarness(CONFIG, max_queued_tokens=60)
     core.submit([1] * 100, 2)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(KvernError) as refused:
         core.submit([1] * 10, 2)
     assert refused.value.code == error_pb2.ERROR_CODE_OVERLOADED and refused.value.retry_after_ms
 
@@ -269,11 +270,11 @@ def test_new_requests_wait_for_a_worker_that_restarts_but_not_for_ever() -> None
     core.disconnect()
     core.now += 10.0
     patient = core.submit(PROMPT, 8)
-    with pytest.raises(RequestError) as too_long:
+    with pytest.raises(KvernError) as too_long:
         core.submit(PROMPT, 20)
     assert (too_long.value.value, too_long.value.limit) == ("47", "40")
     core.now += 10.0
-    with pytest.raises(RequestError, match="no worker is ready"):
+    with pytest.raises(KvernError, match="no worker is ready"):
         core.submit(PROMPT, 8)
     core.group = core.connect()
     core.run()

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from scheduler.core_harness import CoreHarness
 
+from kvern.errors import KvernError
 from kvern.v1 import sampling_pb2
-from kvern_scheduler.core.errors import RequestError
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.requests import Request, Sequence
 from kvern_worker.sim import SimConfig
@@ -73,7 +73,7 @@ class Script:
         numbers = {key: int(value) for key, value in fields.items()}
         try:
             self.requests[name] = self.core.submit(tokens, int(max_tokens), name=name, **numbers)
-        except RequestError as error:
+        except KvernError as error:
             return [f"refused: {error.message}"]
         return [f"waiting={self.core.group.queue.num_waiting}"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import session_pb2
 from kvern_scheduler.sessions import MAX_BUFFERED, Session
 

@@ -6,7 +6,7 @@ from simulation.nodes import Cluster, GatewayNode
 from simulation.oracle import Spec
 
 from kvern.block_hash import hash_prompt, join_hashes
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32
 from kvern.v1 import error_pb2, session_pb2
 from kvern_gateway.generation import Choice, Generation

@@ -17,7 +17,8 @@ import grpc.aio
 from simulation.streams import UNAVAILABLE, ClientCall, Stream, rpc_error
 from simulation.world import Process, World
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
+from kvern.rpc.errors import status_of
 
 
 @dataclass
@@ -191,7 +192,7 @@ class SimChannel:
             try:
                 value = await server.method(path)(request, None)
             except KvernError as error:
-                value = rpc_error(error.status, error.message)
+                value = rpc_error(status_of(error), error.message)
             except Exception as error:
                 self.network.watchers.broke(server.process.name, error)
                 value = rpc_error(grpc.StatusCode.INTERNAL, repr(error))

@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 from simulation.world import Process
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
+from kvern.rpc.errors import status_of
 
 if TYPE_CHECKING:
     from simulation.network import Network, SimChannel
@@ -196,7 +197,7 @@ class ServerContext:
             async for response in behaviour(None, self):
                 await self.write(response)
         except KvernError as error:
-            status = rpc_error(error.status, error.message)
+            status = rpc_error(status_of(error), error.message)
         except asyncio.CancelledError:
             status = rpc_error(grpc.StatusCode.CANCELLED, "the handler was cancelled")
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:

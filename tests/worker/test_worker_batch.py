@@ -11,7 +11,7 @@ import pytest
 from worker.conftest import load_executor
 from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, worker_pb2
 from kvern.v1.sampling_pb2 import SamplingParams

@@ -12,7 +12,7 @@ import torch
 import transformers
 from worker.conftest import CONFIGS, load_executor
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern_worker.config import HfConfig, RopeConfig
 from kvern_worker.layers.rotary import cos_sin_table

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from worker.conftest import load_executor
 from worker.mini_scheduler import generate
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern_worker.weights.checkpoint import Checkpoint, bundled_model, open_checkpoint
 from kvern_worker.weights.dequantize import dequantize_into

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from worker.conftest import COMMON, load_executor
 from worker.mini_scheduler import generate
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern_worker.config import HfConfig
 from kvern_worker.models import llama, registry
 

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 from worker.mini_scheduler import MiniScheduler, Sequence, generate
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_kernels.philox import philox4x32, uniform

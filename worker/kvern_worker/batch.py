@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import unpack_i32, unpack_u32
 from kvern.v1 import error_pb2, worker_pb2
 from kvern_worker.layers.attention import StepInputs

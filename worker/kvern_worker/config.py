@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_u32
 from kvern.v1 import error_pb2, model_pb2, worker_pb2
 from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error

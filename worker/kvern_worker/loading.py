@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern.v1 import model_pb2
 from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import unpack_u32
 from kvern.v1 import error_pb2, worker_pb2
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern.v1.sampling_pb2 import SamplingParams
 
 # Below this, dividing logits by the temperature overflows before it matters: it is greedy.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
 from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES

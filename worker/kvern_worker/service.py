@@ -24,7 +24,7 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_u32
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc

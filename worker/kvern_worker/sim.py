@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import model_pb2, sampling_pb2, worker_pb2
 

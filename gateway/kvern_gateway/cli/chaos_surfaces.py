@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from kvern.errors import KvernError
 from kvern.rpc.channel import create_channel
-from kvern.rpc.errors import KvernError, error_from_rpc
+from kvern.rpc.errors import error_from_rpc
 from kvern.v1 import error_pb2, generation_pb2, generation_pb2_grpc, sampling_pb2
 from kvern_gateway.cli.chaos_history import Ended, Event, Opened, Piece
 from kvern_gateway.cli.chaos_stack import HOST, GatewayAddress

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http.chat import parse_chat, render_messages

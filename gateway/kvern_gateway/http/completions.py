@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http.parse import Job, ParsedPrompt, build_job, read_fields
 from kvern_gateway.http.wire import Scope

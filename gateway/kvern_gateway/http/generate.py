@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway, admit
 from kvern_gateway.generation import ORPHAN_GRACE_S, Generation, unavailable

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
 from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED

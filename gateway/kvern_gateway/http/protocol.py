@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_gateway.http.wire import encode_json, error_object
 
 SCOPE_KEY = "kvern.connection"

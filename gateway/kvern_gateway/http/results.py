@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern.v1.sampling_pb2 import TokenLogprobs
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.generation import Choice, Generation

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 
 _POSITION = re.compile(r"(\d{1,9})(e?)")
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvern.rpc.errors import KvernError
+from kvern.errors import KvernError
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.generation import Choice, Generation
 from kvern_gateway.http.logprobs import LogprobFormatter

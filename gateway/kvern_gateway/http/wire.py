@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 from kvern_gateway.limits import Limits
 from kvern_gateway.validation import check_request_id, render

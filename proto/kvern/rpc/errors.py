@@ -1,4 +1,4 @@
-"""One exception for everything a caller should be told, and its mapping to gRPC statuses.
+"""Between :class:`kvern.errors.KvernError` and gRPC statuses.
 
 Services raise :class:`KvernError`; :class:`ErrorInterceptor` is the only place that turns exceptions into status
 codes, and :func:`error_from_rpc` the only one that reads them back.
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2
-from kvern.v1.error_pb2 import ErrorCode
 
 ERROR_TRAILER = "kvern-error-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
@@ -37,56 +37,8 @@ _STATUS = {
 log = logging.getLogger(__name__)
 
 
-class KvernError(Exception):
-    """Something that the caller should be told, as :class:`kvern.v1.error_pb2.Error` says it."""
-
-    def __init__(
-        self,
-        code: ErrorCode.ValueType,
-        message: str,
-        *,
-        field: str = "",
-        value: object = "",
-        limit: object = "",
-        retry_after_ms: int = 0,
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.field = field
-        self.value = str(value)
-        self.limit = str(limit)
-        self.retry_after_ms = retry_after_ms
-
-    @classmethod
-    def from_pb(cls, error: error_pb2.Error) -> KvernError:
-        return cls(
-            error.code,
-            error.message,
-            field=error.field,
-            value=error.value,
-            limit=error.limit,
-            retry_after_ms=error.retry_after_ms,
-        )
-
-    def to_pb(self) -> error_pb2.Error:
-        return error_pb2.Error(
-            code=self.code,
-            message=self.message,
-            field=self.field,
-            value=self.value,
-            limit=self.limit,
-            retry_after_ms=self.retry_after_ms,
-        )
-
-    @property
-    def status(self) -> grpc.StatusCode:
-        return _STATUS.get(self.code, grpc.StatusCode.INTERNAL)
-
-
-def invalid(field: str, message: str, *, value: object = "", limit: object = "") -> KvernError:
-    """The commonest error: a field of the request is wrong."""
-    return KvernError(error_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=field, value=value, limit=limit)
+def status_of(error: KvernError) -> grpc.StatusCode:
+    return _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> KvernError:
@@ -163,5 +115,5 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     if error.retry_after_ms:
         # What gRPC's own retries go by, where a client's service config has them.
         trailers.append((PUSHBACK_TRAILER, str(error.retry_after_ms)))
-    await context.abort(error.status, error.message, trailing_metadata=tuple(trailers))
+    await context.abort(status_of(error), error.message, trailing_metadata=tuple(trailers))
     raise AssertionError("abort returned")

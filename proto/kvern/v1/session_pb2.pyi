@@ -337,9 +337,9 @@ class Admitted(_message.Message):
     handle: _builtins.int
     request_id: _builtins.str
     gateway_context: _builtins.bytes
-    """On attach: what the submitting gateway left."""
+    """On an attach without a claim: what the submitting gateway left."""
     prompt_token_ids: _builtins.bytes
-    """On attach: int32 little endian."""
+    """On an attach without a claim, as the two that follow: int32 little endian."""
     n: _builtins.int
     claim: _builtins.int
     """The number of this call among all that asked for the request; later ones have higher numbers."""

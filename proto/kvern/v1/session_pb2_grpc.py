@@ -57,8 +57,9 @@ class SchedulerServiceServicer:
         that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
         when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
-        A broken session does not cancel its requests: those whose client named an id may be re-attached
-        within the orphan grace, the others are aborted.
+        A broken session does not cancel its requests: those whose client named an id may be attached to
+        within the orphan grace, the others within three seconds, which a gateway may need for another session.
+        Of what is attached to, as much is sent as fits a small message, then more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

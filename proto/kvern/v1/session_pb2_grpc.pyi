@@ -39,8 +39,9 @@ class SchedulerServiceStub:
     that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
     when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
-    A broken session does not cancel its requests: those whose client named an id may be re-attached
-    within the orphan grace, the others are aborted.
+    A broken session does not cancel its requests: those whose client named an id may be attached to
+    within the orphan grace, the others within three seconds, which a gateway may need for another session.
+    Of what is attached to, as much is sent as fits a small message, then more.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetStatusRequest, _session_pb2.GetStatusResponse]
     """A snapshot of queues, pools and workers."""
@@ -56,8 +57,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
     when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
-    A broken session does not cancel its requests: those whose client named an id may be re-attached
-    within the orphan grace, the others are aborted.
+    A broken session does not cancel its requests: those whose client named an id may be attached to
+    within the orphan grace, the others within three seconds, which a gateway may need for another session.
+    Of what is attached to, as much is sent as fits a small message, then more.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_session_pb2.GetStatusRequest, _session_pb2.GetStatusResponse]  # type: ignore[assignment]
     """A snapshot of queues, pools and workers."""
@@ -76,8 +78,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         that the model is known, and nothing may be submitted before it. Either side sends an empty message as a heartbeat
         when it has had nothing to say for 250 ms, and drops the peer after 1.25 s of silence.
 
-        A broken session does not cancel its requests: those whose client named an id may be re-attached
-        within the orphan grace, the others are aborted.
+        A broken session does not cancel its requests: those whose client named an id may be attached to
+        within the orphan grace, the others within three seconds, which a gateway may need for another session.
+        Of what is attached to, as much is sent as fits a small message, then more.
         """
 
     @_abc_1.abstractmethod

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, model_pb2, sampling_pb2
 from kvern_scheduler.core.changes import Changes
-from kvern_scheduler.core.errors import IntegrityError, RequestError
+from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.group import Group, Limits, finish_sequence
 from kvern_scheduler.core.requests import Request, Sequence, State, Submission
 from kvern_scheduler.core.validate import check_capacity, check_submission
@@ -43,7 +44,7 @@ class Cell:
     def add_group(
         self, model: model_pb2.ModelInfo, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int
     ) -> Group:
-        """A worker group is ready; sequences without one go there. Raises RequestError when it serves another model
+        """A worker group is ready; sequences without one go there. Raises KvernError when it serves another model
         than the cell."""
         if self.model is None:
             self.model, self.block_size = model, block_size
@@ -52,7 +53,7 @@ class Cell:
             self.model.max_model_len,
             self.block_size,
         ):
-            raise RequestError(
+            raise KvernError(
                 error_pb2.ERROR_CODE_INVALID_ARGUMENT,
                 f"a worker serves {model.name} (block size {block_size}), this cell {self.model.name} "
                 f"({self.block_size}): give all workers the same model and flags",
@@ -93,7 +94,7 @@ class Cell:
             sequence.num_losses = sequence.num_losses + 1 if stuck else 1
             sequence.num_tokens_at_loss = sequence.num_tokens
             if sequence.num_losses >= MAX_LOSSES:
-                error = RequestError(
+                error = KvernError(
                     error_pb2.ERROR_CODE_INTERNAL,
                     f"{MAX_LOSSES} workers in a row were lost while computing the same token of this request",
                 )
@@ -148,12 +149,12 @@ class Cell:
 
     def submit(self, submission: Submission, now: float) -> tuple[Request, bool]:
         """The request, and whether it is new: the same name with the same digest is the same request. Raises
-        RequestError."""
+        KvernError."""
         known = self._by_name.get((submission.tenant, submission.request_id))
         if known is not None:
             if known.submission.body_digest == submission.body_digest:
                 return known, False
-            raise RequestError(
+            raise KvernError(
                 error_pb2.ERROR_CODE_REQUEST_ID_CONFLICT,
                 "this request id is in use with another body; choose a new one",
                 field="request_id",
@@ -161,7 +162,7 @@ class Cell:
             )
         lost_for = 0.0 if self._groupless_since is None else now - self._groupless_since
         if self.model is None or lost_for > self.limits.max_groupless_s:
-            raise RequestError(
+            raise KvernError(
                 error_pb2.ERROR_CODE_UNAVAILABLE, "no worker is ready; try again shortly", retry_after_ms=500
             )
         check_submission(submission, self.model, self.block_size)
@@ -184,7 +185,7 @@ class Cell:
             value, limit = tokens + submission.prompt.size, limits.max_queued_tokens
         else:
             return
-        raise RequestError(
+        raise KvernError(
             error_pb2.ERROR_CODE_OVERLOADED,
             f"overloaded: {message}; try again later",
             value=value,
@@ -231,7 +232,7 @@ class Cell:
         sequence: Sequence,
         reason: sampling_pb2.FinishReason.ValueType,
         now: float,
-        error: RequestError | None = None,
+        error: KvernError | None = None,
     ) -> None:
         if sequence.state is State.FINISHED:
             return
@@ -253,7 +254,7 @@ class Cell:
             request = self.requests.get(rid)
             if request is None:
                 continue
-            error = RequestError(
+            error = KvernError(
                 error_pb2.ERROR_CODE_DEADLINE_EXCEEDED, "the request's deadline passed before it was done"
             )
             for sequence in request.sequences:

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.block_hash import hash_blocks
+from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.batch import Batch, Cohort
 from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
-from kvern_scheduler.core.errors import ProtocolError, RequestError
+from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.plan import Plan, Result
 from kvern_scheduler.core.requests import Sequence
@@ -30,7 +31,7 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         raise ProtocolError(f"result of step {result.step}, expected {expected}")
     plan, batch = group.in_flight[0], group.batch
     alive = None  # all of them
-    errors: list[tuple[Sequence, RequestError]] = []
+    errors: list[tuple[Sequence, KvernError]] = []
     if result.errors or batch.num_departures != plan.num_departures:
         alive = _alive(batch, plan)
         errors = _match(batch, plan, result, alive)
@@ -60,7 +61,7 @@ def _alive(batch: Batch, plan: Plan) -> Mask:
     return alive
 
 
-def _match(batch: Batch, plan: Plan, result: Result, alive: Mask) -> list[tuple[Sequence, RequestError]]:
+def _match(batch: Batch, plan: Plan, result: Result, alive: Mask) -> list[tuple[Sequence, KvernError]]:
     """The sequences that the step broke. They no longer count as alive: their blocks may hold anything."""
     errors = []
     planned = {*plan.prefill_slots, *plan.sampled.slots.tolist()}
@@ -71,9 +72,8 @@ def _match(batch: Batch, plan: Plan, result: Result, alive: Mask) -> list[tuple[
         sequence = batch.sequences[slot]
         if alive[slot] and sequence is not None:
             alive[slot] = False
-            pb = slot_error.error
-            code = pb.code or error_pb2.ERROR_CODE_INTERNAL
-            error = RequestError(code, pb.message, field=pb.field, value=pb.value, limit=pb.limit)
+            error = KvernError.from_pb(slot_error.error)
+            error.code = error.code or error_pb2.ERROR_CODE_INTERNAL
             errors.append((sequence, error))
     return errors
 

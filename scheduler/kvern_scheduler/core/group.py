@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvern.errors import KvernError
 from kvern.v1 import model_pb2, sampling_pb2
 from kvern_scheduler.core.batch import Batch
 from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.changes import Changes
-from kvern_scheduler.core.errors import IntegrityError, RequestError
+from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.queue import WaitQueue
 from kvern_scheduler.core.requests import Finish, Sequence, State
@@ -127,7 +128,7 @@ class Group:
         now: float,
         *,
         stop_token_id: int | None = None,
-        error: RequestError | None = None,
+        error: KvernError | None = None,
     ) -> None:
         """Ends a waiting or running sequence and says so in the changes."""
         if sequence.state is State.FINISHED:
@@ -184,7 +185,7 @@ def finish_sequence(
     changes: Changes,
     *,
     stop_token_id: int | None = None,
-    error: RequestError | None = None,
+    error: KvernError | None = None,
 ) -> None:
     """Marks the end of a sequence that holds neither slot nor place in a queue."""
     arrived = sequence.request.arrived

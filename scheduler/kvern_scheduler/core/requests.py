@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.block_hash import extend_hashes
+from kvern.errors import KvernError
 from kvern.v1 import sampling_pb2
-from kvern_scheduler.core.errors import RequestError
 
 MAX_CHOICES = 128
 CHOICE_BITS = 7
@@ -60,7 +60,7 @@ class Finish:
     reason: sampling_pb2.FinishReason.ValueType
     num_output_tokens: int
     stop_token_id: int | None = None
-    error: RequestError | None = None
+    error: KvernError | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_seconds: float = 0.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2, model_pb2
 from kvern_scheduler.core.batch import MAX_STOP_IDS
-from kvern_scheduler.core.errors import RequestError, invalid
 from kvern_scheduler.core.requests import MAX_CHOICES, Submission
 
 MAX_LOGPROBS = 20
@@ -12,10 +12,10 @@ MAX_ID_LENGTH = 256
 
 
 def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_size: int) -> None:
-    """Raises RequestError where a field is outside what the model can serve."""
+    """Raises KvernError where a field is outside what the model can serve."""
     prompt, params = submission.prompt, submission.params
     if submission.model and submission.model != model.name:
-        raise RequestError(
+        raise KvernError(
             error_pb2.ERROR_CODE_MODEL_NOT_FOUND,
             "this cell serves another model",
             field="model",
@@ -54,7 +54,7 @@ def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_s
             limit=params.max_tokens,
         )
     if prompt.size + params.max_tokens > model.max_model_len:
-        raise RequestError(
+        raise KvernError(
             error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
             f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
             f"{model.max_model_len}; shorten the prompt or lower max_tokens",
@@ -97,7 +97,7 @@ def check_capacity(submission: Submission, capacity: int) -> None:
     """Raises CONTEXT_LENGTH_EXCEEDED where the request could not run even alone."""
     needed = submission.prompt.size + submission.params.max_tokens
     if needed > capacity:
-        raise RequestError(
+        raise KvernError(
             error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
             f"the request may need {needed} tokens of KV memory, and the pool holds {capacity}; "
             "shorten the prompt or lower max_tokens, or give the worker more KV memory",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import HfConfig
 from kvern_worker.layers.mlp import GatedMlp
 from kvern_worker.weights.loader import WeightLoader

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import kvern_kernels as kernels
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import DecoderConfig, HfConfig, RopeConfig, model_fields
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block

@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import HfConfig, ModelConfig, token_ids, unsupported
 
 if TYPE_CHECKING:

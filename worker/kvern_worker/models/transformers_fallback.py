@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import kvern_kernels as kernels
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 from kvern_worker.config import HfConfig, ModelConfig, model_fields, unsupported
 from kvern_worker.layers.attention import KvCache, StepInputs, warm_up_step
 from kvern_worker.weights.loader import WeightLoader

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES, ModelConfig
 from kvern_worker.models.registry import ModelFile, find, load_hf_config
 from kvern_worker.weights.gguf_file import GgufFile

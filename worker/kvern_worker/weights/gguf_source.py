@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.config import DecoderConfig, RopeConfig, unsupported
 from kvern_worker.weights.dequantize import dequantize_into
 from kvern_worker.weights.gguf_file import TENSOR_TYPES, GgufFile

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
-from kvern.rpc.errors import invalid
+from kvern.errors import invalid
 from kvern_worker.weights.source import TensorSource
 
 # Quantized formats that kernels.linear multiplies by as they are.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvern.rpc.errors import KvernError, invalid
+from kvern.errors import KvernError, invalid
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
+from kvern.rpc import spellings
 from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import generation_pb2_grpc
@@ -222,7 +223,7 @@ async def serve(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = build_parser().parse_args(argv)
+    arguments = spellings.parse(build_parser(), argv)
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )

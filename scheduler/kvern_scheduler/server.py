@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from kvern.rpc import spellings
 from kvern.rpc.flags import port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
@@ -66,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument("--log-level", default="INFO")
-    args = parser.parse_args(argv)
+    args = spellings.parse(parser, argv)
     if args.store == "redis" and not args.redis_url:
         parser.error("--store redis needs --redis-url")
     if args.store == "memory" and args.redis_url:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvern_gateway.cli import main
 from kvern_gateway.cli.main import app
 
 KVERN = str(Path(sys.executable).parent / "kvern")
@@ -85,3 +86,24 @@ def test_up_refuses_before_it_starts_anything(flags: list[str], message: str) ->
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "translated"),
+    [
+        ("--model m.gguf --max_model_len 8k", "m.gguf --max-model-len 8k"),
+        ("--model=m.gguf --enable-prefix-caching false", "m.gguf --no-enable-prefix-caching"),
+        ("m --port 8001 -tp 1", "m --http-port 8001"),
+    ],
+)
+def test_up_takes_the_flags_of_vllm_serve(words: str, translated: str) -> None:
+    assert main._translate_up(words.split()) == translated.split()
+
+
+def test_up_refuses_what_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main._translate_up(["m", "--tensor-parallel-size", "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "kvern up: --tensor-parallel-size 2: tensor parallelism is not built yet"
+    )

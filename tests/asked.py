@@ -1,0 +1,303 @@
+"""``make asked``: what people ask of an engine like vLLM, row by row, with the tests that prove it → ASKED.md.
+
+A row is *yes* where its tests prove it whole, *partly* where the note says what is missing, *no* where it is not built; a
+flag of the last kind is refused by name. The tests are run, and the table says which passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "ASKED.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    asked: str
+    """The flag or feature, as it is asked for."""
+    here: str
+    """What it is in Kvern."""
+    tests: tuple[str, ...] = ()
+    """Files or test ids below tests/."""
+    missing: str = ""
+    """What is not there yet; all of it where there are no tests."""
+
+    @property
+    def state(self) -> str:
+        return "yes" if not self.missing else "partly" if self.tests else "no"
+
+
+REFUSED = "refused by name"
+SPELLINGS = "contract/test_spellings.py"
+
+ROWS: dict[str, list[Row]] = {
+    "Model loading and engine": [
+        Row("`--model`", "`kvern up MODEL`, `--model`", ("parity/test_smollm2_parity.py", "e2e/test_up.py")),
+        Row("`--dtype auto`", "`--dtype`", ("worker/test_worker_config.py",)),
+        Row(
+            "`--load-format auto`",
+            "`--load-format auto, safetensors, pt, gguf, dummy`",
+            ("worker/test_worker_loaders.py",),
+        ),
+        Row(
+            "`--max-model-len 8192`, `8k`, `auto`",
+            "`--max-model-len`",
+            ("contract/test_flags.py", "e2e/test_bad_input.py"),
+        ),
+        Row(
+            "load progress and times",
+            "a log line per phase, bytes in Describe, bars in `kvern up`",
+            ("e2e/test_up.py",),
+        ),
+        Row(
+            "own architectures, own tokenizers, `trust_remote_code`",
+            "entry points `kvern.models`",
+            ("parity/test_family_parity.py",),
+        ),
+        Row("`--enforce-eager`", "accepted, no effect: no graphs are captured", (SPELLINGS,)),
+    ],
+    "Parallelism": [
+        Row("`--tensor-parallel-size`", "", missing=REFUSED),
+        Row("`--pipeline-parallel-size`", "", missing=REFUSED),
+        Row(
+            "`--data-parallel-size`",
+            "several `--worker` of one scheduler, routed by cached prefix and load",
+            ("scheduler/test_scheduler_service.py",),
+            "the flag itself; measured balance",
+        ),
+        Row("`--enable-expert-parallel`, `moe_expert_parallel_size`", "", missing=REFUSED),
+        Row("`--decode-context-parallel-size`, `context_parallel_size`", "", missing=REFUSED),
+        Row("`--dcp-comm-backend`", "", missing=REFUSED),
+        Row("`--master-addr`, `--master-port`, `--nnodes`", "", missing=REFUSED),
+    ],
+    "KV cache": [
+        Row(
+            "paged attention, block tables",
+            "`core/blocks.py`, paged kernels",
+            ("scheduler/test_core_machine.py", "kernels/test_attention_kernel.py"),
+        ),
+        Row("`--block-size`", "`--block-size`", ("worker/test_worker_parity.py",)),
+        Row(
+            "`--gpu-memory-utilization`, `--kv-cache-memory-bytes`",
+            "the same",
+            ("worker/test_worker_config.py",),
+        ),
+        Row(
+            "`--enable-prefix-caching`, SHA-256",
+            "chained SHA-256 over canonical CBOR; on by default",
+            ("contract/test_block_hash.py", "scheduler/test_core_machine.py"),
+        ),
+        Row(
+            "cross-request sharing, n > 1 shares its prompt", "prefix cache", ("scheduler/test_scenarios.py",)
+        ),
+        Row(
+            "cache hit rate",
+            "`vllm:prefix_cache_*`, `kvern_cache_hit_rate`",
+            ("scheduler/test_scheduler_metrics.py",),
+        ),
+        Row("`--mamba-block-size`, hybrid models", "", missing=REFUSED),
+        Row("`--swap-space`, `--kv-offloading-size`", "", missing=REFUSED),
+    ],
+    "Scheduling": [
+        Row(
+            "continuous batching",
+            "`core/planner.py`",
+            ("scheduler/test_core_planner.py", "scheduler/test_scenarios.py"),
+        ),
+        Row(
+            "chunked prefill, `chunked_prefill_token_size`",
+            "always; `--max-num-batched-tokens`, `--long-prefill-token-threshold`",
+            ("parity/test_smollm2_parity.py", SPELLINGS),
+        ),
+        Row("`--max-num-seqs`, `--max-num-batched-tokens`", "the same", ("scheduler/test_core_planner.py",)),
+        Row(
+            "preemption by recompute",
+            "same tokens after it",
+            ("parity/test_smollm2_parity.py", "scheduler/test_core_machine.py"),
+        ),
+        Row("asynchronous scheduling", "two plans in flight, always", ("scheduler/test_worker_service.py",)),
+    ],
+    "Kernels and attention": [
+        Row(
+            "`--attention-backend`", "chosen by device, reasons logged", ("kernels/test_kernel_dispatch.py",)
+        ),
+        Row(
+            "GQA, sliding window, soft cap, ALiBi, sinks",
+            "C++ on CPUs, Triton for GPUs",
+            ("kernels/test_attention_kernel.py", "kernels/triton/test_attention.py"),
+            "Triton kernels are interpreted and compiled ahead of time, not yet run on a GPU",
+        ),
+        Row("fallback with a warning", "C++ → torch reference", ("kernels/test_kernel_dispatch.py",)),
+        Row(
+            "batch-invariant results",
+            "default on CPUs",
+            ("worker/test_worker_parity.py", "kernels/test_linear_kernel.py"),
+        ),
+    ],
+    "Mixture of experts": [
+        Row(
+            "Mixtral, Qwen-MoE, DeepSeek, GPT-OSS …",
+            "`models/`",
+            ("parity/test_family_parity.py", "kernels/test_moe_reference.py"),
+        ),
+        Row("`--expert-placement-strategy`, `--all2all-backend`", "", missing=REFUSED),
+        Row("`--enable-eplb`", "", missing=REFUSED),
+    ],
+    "Weight offload": [
+        Row("`--offload-backend prefetch`, `--cpu-offload-gb`", "", missing=REFUSED),
+    ],
+    "Quantization": [
+        Row(
+            "GGUF",
+            "Q4_0, Q4_1, Q8_0, Q4_K, Q6_K as they are; others converted",
+            ("worker/test_worker_loaders.py", "kernels/test_linear_kernel.py"),
+        ),
+        Row(
+            "GPTQ, AWQ, FP8, W8A8, MXFP4",
+            "the kernels' meaning",
+            ("kernels/test_quant_reference.py",),
+            "checkpoints of these kinds",
+        ),
+    ],
+    "LoRA and multimodal": [
+        Row(
+            "`--enable-lora`, `--lora-modules`",
+            "the kernels' meaning",
+            ("kernels/test_lora_reference.py",),
+            f"adapters; {REFUSED}",
+        ),
+        Row("`--limit-mm-per-prompt`, images", "", missing=REFUSED),
+    ],
+    "Logs, metrics, benchmarks": [
+        Row(
+            "vLLM's metric names",
+            "gateway: what clients see; scheduler: what happens inside",
+            ("scheduler/test_scheduler_metrics.py", "gateway/test_gateway_process.py"),
+        ),
+        Row(
+            "pending tokens, executing, waiting",
+            "`kvern_pending_tokens` …",
+            ("scheduler/test_scheduler_metrics.py", "deploy/test_observability.py"),
+        ),
+        Row(
+            "Grafana",
+            "deploy/observability/dashboards, every query answered",
+            ("deploy/test_observability.py",),
+        ),
+        Row("alerts", "deploy/observability/alerts.yaml", ("deploy/test_observability.py",)),
+        Row(
+            "`--benchmark-length`, `--request-rate`",
+            "`kvern bench serve`",
+            ("e2e/test_bench.py", "cli/test_bench_client.py", SPELLINGS),
+        ),
+        Row(
+            "profiler, parameter sweep, per-request timeline",
+            "",
+            missing="`kvern profile`, `kvern bench sweep`, `kvern explain`",
+        ),
+    ],
+    "Deployment": [
+        Row(
+            "Docker",
+            "deploy/docker, deploy/compose.yaml, `make containers`",
+            ("deploy/test_compose.py",),
+            "an image for GPUs",
+        ),
+        Row(
+            "Kubernetes",
+            "deploy/k8s",
+            ("deploy/test_kubernetes.py",),
+            "GPU, mesh, KEDA and LeaderWorkerSet components",
+        ),
+        Row("YAML `--config`", "`kvern up --config`, `--profile`, `--dry-run`", ("cli/test_settings.py",)),
+        Row("old and informal spellings", "mapped with a line each, or refused", (SPELLINGS,)),
+    ],
+    "What only Kvern promises": [
+        Row(
+            "any process may die; no token is lost, repeated or changed",
+            "`kvern bench chaos`, `make simulate`",
+            ("chaos", "simulation"),
+        ),
+        Row(
+            "a stream goes on at any gateway",
+            "`request_id`, `Last-Event-ID`, gRPC `Stream`",
+            ("gateway/test_resume.py", "chaos/test_resumption.py"),
+        ),
+        Row(
+            "rolling upgrades of any service",
+            "SIGTERM hands over",
+            ("scheduler/test_scheduler_process.py", "gateway/test_gateway_process.py"),
+        ),
+    ],
+}
+
+
+def run(tests: Sequence[str], report: Path) -> None:
+    argv = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    subprocess.run([*argv, *(f"tests/{test}" for test in tests)], cwd=ROOT, check=False)
+
+
+def outcomes(tests: Sequence[str], report: Path) -> dict[str, bool]:
+    """Whether all tests of each file, folder or id passed."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    result = {}
+    for test in tests:
+        own = [case for case in cases if str(case.get("file", "")).startswith(f"tests/{test}")]
+        bad = [case for case in own if case.find("failure") is not None or case.find("error") is not None]
+        result[test] = bool(own) and not bad
+    return result
+
+
+def render(passed: dict[str, bool]) -> str:
+    lines = [
+        "# What is asked for, and what proves it",
+        "",
+        "Made by `make asked` from [tests/asked.py](tests/asked.py), which runs the tests that it names.",
+    ]
+    for section, rows in ROWS.items():
+        lines += ["", f"## {section}", "", "| asked | here | state | proved by |", "|---|---|---|---|"]
+        for row in rows:
+            tests = ", ".join(
+                f"[{test}](tests/{test}){'' if passed[test] else ' **fails**'}" for test in row.tests
+            )
+            state = row.state + (f": {row.missing}" if row.missing else "")
+            lines.append(f"| {row.asked} | {row.here} | {state} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="a JUnit file (junit_family=xunit1) of all tests, in place of running them",
+    )
+    report = parser.parse_args().report
+    tests = sorted({test for rows in ROWS.values() for row in rows for test in row.tests})
+    with tempfile.TemporaryDirectory() as folder:
+        if report is None:
+            report = Path(folder) / "report.xml"
+            run(tests, report)
+        passed = outcomes(tests, report)
+    TABLE.write_text(render(passed))
+    failing = [test for test, fine in passed.items() if not fine]
+    print(
+        f"{TABLE.name}: {len(failing)} of {len(tests)} fail: {', '.join(failing)}"
+        if failing
+        else f"{TABLE.name}: all pass"
+    )
+    sys.exit(bool(failing))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from kvern_gateway.cli import main
+from kvern_gateway.cli import command_up
 from kvern_gateway.cli.main import app
 
 KVERN = str(Path(sys.executable).parent / "kvern")
@@ -88,6 +89,10 @@ def test_up_refuses_before_it_starts_anything(flags: list[str], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+def translate_up(words: list[str]) -> list[str]:
+    return command_up.translate(typer.main.get_command(app), words)
+
+
 @pytest.mark.parametrize(
     ("words", "translated"),
     [
@@ -97,12 +102,12 @@ def test_up_refuses_before_it_starts_anything(flags: list[str], message: str) ->
     ],
 )
 def test_up_takes_the_flags_of_vllm_serve(words: str, translated: str) -> None:
-    assert main._translate_up(words.split()) == translated.split()
+    assert translate_up(words.split()) == translated.split()
 
 
 def test_up_refuses_what_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main._translate_up(["m", "--tensor-parallel-size", "2"])
+        translate_up(["m", "--tensor-parallel-size", "2"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(
         "kvern up: --tensor-parallel-size 2: tensor parallelism is not built yet"

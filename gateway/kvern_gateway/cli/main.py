@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvern_gateway.cli import bench_load
+from kvern_gateway.cli import bench_load, command_up
+from kvern_gateway.cli.command_up import Fsync, Store
 from kvern_gateway.cli.report import fail, print_result, run_fast
 
 app = typer.Typer(
@@ -25,19 +25,9 @@ bench = typer.Typer(
     help="Measure a server, the scheduler, or the whole path.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(bench, name="bench")
+app.command("up")(command_up.up)
 bench.command("overload")(bench_load.overload)
 bench.command("slow-clients")(bench_load.slow_clients)
-
-
-class Store(StrEnum):
-    redis = "redis"
-    memory = "memory"
-
-
-class Fsync(StrEnum):
-    always = "always"
-    everysec = "everysec"
-    no = "no"
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,152 +45,6 @@ def _kvern(
     ] = False,
 ) -> None:
     """Serve large language models, talk to them, and measure them."""
-
-
-def _default_data_dir() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
-
-
-def _use_config(context: typer.Context, path: str | None) -> str | None:
-    """Eager: its values become the defaults of what is not given otherwise."""
-    from kvern_gateway.cli.settings import SettingsError, read_file
-
-    if path is not None:
-        try:
-            settings, notes = read_file(path, *_options(context.command.params))
-        except SettingsError as error:
-            fail(error)
-        for note in notes:
-            print(f"kvern up: --config: {note}", file=sys.stderr)
-        context.default_map = {**(context.default_map or {}), **settings}
-    return path
-
-
-def _use_profile(context: typer.Context, name: str | None) -> str | None:
-    """Eager, and weaker than a file."""
-    from kvern_gateway.cli.settings import SettingsError, profile
-
-    if name is not None:
-        try:
-            settings = profile(name)
-        except SettingsError as error:
-            fail(error)
-        print(f"kvern up: --profile {name}: {' '.join(f'{key}={value}' for key, value in settings.items())}")
-        context.default_map = {**settings, **(context.default_map or {})}
-    return name
-
-
-@app.command()
-def up(
-    model: Annotated[
-        str | None, typer.Argument(help="Hugging Face folder or .gguf file [default: SmolLM2-135M-Instruct]")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            callback=_use_config, is_eager=True, help="YAML file of these flags; the command line wins"
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            callback=_use_profile, is_eager=True, help="throughput, latency or long-context: sets defaults"
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and stop")] = False,
-    http_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="OpenAI HTTP; 0 takes any free port")
-    ] = 8000,
-    grpc_port: Annotated[int, typer.Option(min=0, max=65_535, help="gRPC; 0 takes any free port")] = 50051,
-    host: Annotated[str, typer.Option(help="Address to serve on")] = "127.0.0.1",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Store and logs [default: ~/.local/share/kvern]")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name that requests use [default: the file's]")
-    ] = None,
-    store: Annotated[
-        Store, typer.Option(help="Where requests are kept: a private durable store, or memory")
-    ] = Store.redis,
-    redis_url: Annotated[
-        str | None, typer.Option(help="Your own Redis 7+ or Valkey instead of a private one")
-    ] = None,
-    appendfsync: Annotated[
-        Fsync,
-        typer.Option(
-            help="When the private store writes to disk; everysec and no may lose what was acknowledged"
-        ),
-    ] = Fsync.always,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
-    max_model_len: Annotated[str | None, typer.Option(help="Prompt plus output tokens, or auto")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block")] = None,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes of KV cache")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of memory to use where no bytes are given")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in a step")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in a step")] = None,
-    long_prefill_token_threshold: Annotated[
-        int | None, typer.Option(help="Most tokens of one prompt in a step")
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of equal prefixes"),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65_535, help="The scheduler's metrics; the gateway's are on the HTTP port"),
-    ] = None,
-    load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
-    safetensors_load_strategy: Annotated[
-        str | None, typer.Option(help="auto, lazy, eager (whole files), or prefetch (read ahead)")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool | None,
-        typer.Option(
-            "--trust-remote-code/--no-trust-remote-code", help="Run code that the model's folder brings"
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
-    sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
-    sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,
-    sim_vocab_size: Annotated[int | None, typer.Option(help="Vocabulary on --device sim")] = None,
-) -> None:
-    """Serve a model from this machine: store, worker, scheduler and gateway, restarted when they die."""
-    flags = {name: value for name, value in locals().items() if value is not None}
-    import asyncio
-
-    from rich.console import Console
-
-    from kvern_gateway.cli import stack
-    from kvern_gateway.cli.ports import PortInUse
-    from kvern_gateway.cli.up import StartTimes
-    from kvern_gateway.cli.up import up as run
-
-    times = StartTimes()
-    try:
-        path, name = stack.resolve_model(model)
-        directory = (data_dir or _default_data_dir()).expanduser().resolve()
-        options = stack.StackOptions(
-            model=path,
-            served_model_name=served_model_name or name,
-            data_dir=directory,
-            run_dir=directory / "run",
-            host=host,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            store=store,
-            redis_url=redis_url,
-            appendfsync=appendfsync,
-            flags=flags,
-        )
-        if dry_run:
-            print(stack.describe(options))
-            return
-        code = asyncio.run(run(options, Console(highlight=False), times))
-    except (stack.UsageError, PortInUse) as error:
-        fail(error)
-    raise typer.Exit(code)
 
 
 @app.command()
@@ -474,35 +318,8 @@ def main() -> None:
     # A supervisor forks and execs; gRPC's own fork handlers would only get in the way, and say so each time.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if sys.argv[1:2] == ["up"]:
-        sys.argv[2:] = _translate_up(sys.argv[2:])
+        sys.argv[2:] = command_up.translate(typer.main.get_command(app), sys.argv[2:])
     app()
-
-
-def _translate_up(words: list[str]) -> list[str]:
-    """The flags of `kvern up` in any spelling; MODEL may be given as --model. A refusal exits with 2."""
-    from kvern.rpc.spellings import translate
-    from kvern_gateway.cli.settings import check_environment
-
-    command: Any = typer.main.get_command(app)
-    parameters = command.commands["up"].params
-    try:
-        translation = translate(words, *_options(parameters))
-    except ValueError as error:
-        print(f"kvern up: {error}", file=sys.stderr)
-        sys.exit(2)
-    for note in (*translation.notes, *check_environment(os.environ, [p.name for p in parameters])):
-        print(f"kvern up: {note}", file=sys.stderr)
-    return [word.removeprefix("--model=") for word in translation.argv if word != "--model"]
-
-
-def _options(parameters: list[Any]) -> tuple[set[str], set[str]]:
-    """All option strings of a command that are known, and those that take no value."""
-    options = [p for p in parameters if p.param_type_name == "option"]
-    known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
-    switches = {
-        name for option in options if option.is_flag for name in (*option.opts, *option.secondary_opts)
-    }
-    return known | {"--help", "--model"}, switches
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class Committer:
         self._wake = asyncio.Event()
         self._busy = False
         self._failing_since: float | None = None
+        self._failure = ""
 
     @property
     def stalled(self) -> bool:
@@ -124,7 +125,7 @@ class Committer:
         except StoreUnavailable as error:
             self._note_failure(error)
             return
-        self._failing_since = None
+        self._failing_since, self._failure = None, ""
         if not renewed:
             raise Fenced(f"the lease of epoch {self.epoch} went to another scheduler")
 
@@ -144,12 +145,14 @@ class Committer:
         self.step += 1
         if self._failing_since is not None:
             log.info("the store answers again after %.1f s", time.monotonic() - self._failing_since)
-            self._failing_since = None
+            self._failing_since, self._failure = None, ""
         self._timings.commit.add(time.perf_counter() - started)
 
     def _note_failure(self, error: Exception) -> None:
         if self._failing_since is None:
             self._failing_since = time.monotonic()
+        if str(error) != self._failure:
+            self._failure = str(error)
             log.warning("the store does not answer (%s); computing goes on, nothing is shown", error)
 
     def _delta(self, changes: Changes) -> Delta:

@@ -11,23 +11,32 @@ import grpc.aio
 
 from kvern.rpc.channel import create_channel
 from kvern.v1 import session_pb2, session_pb2_grpc
+from kvern_scheduler.address import is_known, is_wildcard
 from kvern_scheduler.convert import finish_from_pb, submission_from_pb, unpack_logprobs
 from kvern_scheduler.core.requests import Request, State
 from kvern_scheduler.engine import Engine
-from kvern_scheduler.store.base import Held, Leadership, Name, Store, StoredRequest, StoreUnavailable
+from kvern_scheduler.store.base import (
+    Held,
+    Leadership,
+    Name,
+    Store,
+    StoredRequest,
+    StoreRefused,
+    StoreUnavailable,
+)
 from kvern_scheduler.store.base import State as StoredState
 
 PROBE_TIMEOUT_S = 0.3
 POLL_S = 0.03
 RETRY_S = 0.1
-WILDCARDS = ("0.0.0.0:", "[::]:", ":")
 
 log = logging.getLogger(__name__)
 
 
 async def acquire(store: Store, owner: str, address: str) -> Leadership:
-    """Waits until the cell has no leader, or takes over from one whose address answers no more."""
-    last_error = ""
+    """Waits until the cell has no leader, or takes over from one whose address answers no more. Raises StoreRefused
+    where that is the store's first answer: the configuration is wrong, not the moment."""
+    patience = _Patience()
     probe = _Probe(address)
     try:
         while True:
@@ -37,16 +46,34 @@ async def acquire(store: Store, owner: str, address: str) -> Leadership:
                     log.info("the leader at %s does not answer; taking over", answer.address)
                     answer = await store.acquire(owner, address, steal=answer.epoch)
             except StoreUnavailable as error:
-                if str(error) != last_error:
-                    last_error = str(error)
-                    log.warning("the store does not answer: %s", last_error)
-                await asyncio.sleep(RETRY_S)
+                await patience.wait(error)
                 continue
+            patience.was_answered()
             if isinstance(answer, Leadership):
                 return answer
             await asyncio.sleep(min(answer.expires_in, POLL_S))
     finally:
         await probe.close()
+
+
+class _Patience:
+    """With a store that fails: each reason is logged once."""
+
+    def __init__(self) -> None:
+        self._answered = False
+        self._last = ""
+
+    def was_answered(self) -> None:
+        self._answered, self._last = True, ""
+
+    async def wait(self, error: StoreUnavailable) -> None:
+        """Raises ``error`` where waiting is no use."""
+        if isinstance(error, StoreRefused) and not self._answered:
+            raise error
+        if str(error) != self._last:
+            self._last = str(error)
+            log.warning("the store does not answer: %s; trying again", error)
+        await asyncio.sleep(RETRY_S)
 
 
 class _Probe:
@@ -61,8 +88,10 @@ class _Probe:
         """Whether the holder is there, be it that it still loads what it is to lead. Where it had our own address,
         which we listen on now, it is not."""
         address = holder.address
+        if is_wildcard(address):
+            return True  # says nothing about who it is
         if address == self._own_address:
-            return address.startswith(WILDCARDS)  # says nothing about who it was
+            return False
         if self._channel is None or address != self._address:
             await self.close()
             self._address, self._channel = address, create_channel(address)
@@ -70,8 +99,9 @@ class _Probe:
         try:
             status = await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # A frozen leader does not answer either, but its lease says how long to wait for it.
-            return error.code() is not grpc.StatusCode.UNAVAILABLE
+            # A frozen leader does not answer either, but its lease says how long to wait for it. So it does for one
+            # whose name only others know.
+            return error.code() is not grpc.StatusCode.UNAVAILABLE or not await is_known(address)
         return bool(status.owner == holder.owner)
 
     async def close(self) -> None:
@@ -81,13 +111,13 @@ class _Probe:
 
 
 async def load(store: Store) -> StoredState:
-    """The committed state, as soon as the store answers."""
+    """The committed state, as soon as the store answers. Raises StoreRefused."""
+    patience = _Patience()
     while True:
         try:
             return await store.load()
         except StoreUnavailable as error:
-            log.warning("the store does not answer (%s); loading again", error)
-            await asyncio.sleep(RETRY_S)
+            await patience.wait(error)
 
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:

@@ -16,17 +16,18 @@ from typing import Any
 import uvloop
 
 from kvern.rpc import spellings
-from kvern.rpc.flags import port, positive, redis_url
+from kvern.rpc.flags import dialable, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import session_pb2_grpc
+from kvern_scheduler.address import advertised
 from kvern_scheduler.committer import Committer, Fenced
 from kvern_scheduler.core.group import Limits
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.metrics import Metrics
 from kvern_scheduler.recovery import Archive, acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
-from kvern_scheduler.store.base import Store
+from kvern_scheduler.store.base import Store, StoreRefused
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.workers import Worker
 
@@ -36,6 +37,12 @@ log = logging.getLogger("kvern_scheduler")
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvern-scheduler", description=__doc__)
     parser.add_argument("--listen", required=True, metavar="ADDR", help="host:port or unix:/path")
+    parser.add_argument(
+        "--advertise-address",
+        type=dialable,
+        metavar="HOST:PORT",
+        help="where standbys find this scheduler; default: --listen, or this machine's own address for a wildcard",
+    )
     parser.add_argument("--worker", action="append", required=True, metavar="ADDR", help="repeat for several")
     parser.add_argument(
         "--redis-url", type=redis_url, metavar="URL", help="redis://…, or unix:///path/to.sock"
@@ -100,14 +107,15 @@ def make_store(args: argparse.Namespace) -> Store:
 
 async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | None = None) -> None:
     """Runs until SIGTERM or ``stop``. Raises Fenced when another scheduler takes over, OSError when the address is
-    taken."""
+    taken, StoreRefused when the store will not have us."""
     stop = stop or stop_on_signals()
     started = time.monotonic()
     owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     servicer = SchedulerServicer(args.cell, store.name, owner)
     server = Server([SERVICE_NAME])
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
-    await server.start(args.listen)
+    bound = await server.start(args.listen)
+    address = args.advertise_address or advertised(args.listen, bound)
     metrics = Metrics()
     if args.metrics_port:
         # A standby's too: it must not find the port taken when it is to lead.
@@ -120,7 +128,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     # Now, not when it is to lead: a collection takes as long as all the rest of a take-over.
     gc.collect()
     try:
-        leading = asyncio.create_task(acquire(store, owner, args.listen))
+        leading = asyncio.create_task(acquire(store, owner, address))
         starting.append(leading)
         await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
@@ -150,12 +158,13 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         computing.append(asyncio.create_task(engine.tick()))
         computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.instances)))
         log.info(
-            "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s",
+            "leads cell %s in epoch %d after %.2f s, with %d requests; listens on %s, known as %s",
             args.cell,
             leadership.epoch,
             time.monotonic() - started,
             len(engine.cell.requests),
             args.listen,
+            address,
         )
         _calm_gc()
         done, _ = await asyncio.wait([*committing, *computing, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -213,6 +222,9 @@ def main(argv: list[str] | None = None) -> None:
     except Fenced as error:
         log.error("stops leading: %s", error)
         sys.exit(3)
+    except StoreRefused as error:
+        log.error("the store refuses us: %s", error)
+        sys.exit(1)
     except OSError as error:
         log.error("%s", error)
         sys.exit(1)

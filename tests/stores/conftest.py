@@ -33,8 +33,10 @@ class StoreServer:
         ]  # fmt: skip
         self.start()
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command)
+    def start(self, *flags: str, wait: bool = True) -> None:
+        self.process = subprocess.Popen([*self._command, *flags])
+        if not wait:
+            return
         client = redis.Redis(unix_socket_path=str(self.socket))
         for _ in range(200):
             try:

@@ -63,22 +63,6 @@ async def test_a_frozen_server_blocks_no_caller_for_long(server: Any) -> None:
     await store.close()
 
 
-async def test_two_versions_of_the_library_coexist(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = RedisStore(server.url, "c")
-    source, version = redis_store.library()
-    newer = source.replace(version, "_newer")
-    monkeypatch.setattr(redis_store, "library", lambda: (newer, "_newer"))
-    new = RedisStore(server.url, "c")
-    first = await old.acquire("a", "addr")
-    assert isinstance(first, Leadership)
-    second = await new.acquire("b", "addr", steal=first.epoch)
-    assert isinstance(second, Leadership) and second.epoch == first.epoch + 1
-    assert await old.commit(first.epoch, 1, Delta(), b"x") is CommitStatus.FENCED
-    assert await new.commit(second.epoch, 1, Delta(), b"x") is CommitStatus.OK
-    await old.close()
-    await new.close()
-
-
 async def test_a_lost_library_is_loaded_again(server: Any) -> None:
     store = RedisStore(server.url, "c")
     leadership = await store.acquire("a", "addr")

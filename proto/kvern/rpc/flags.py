@@ -32,6 +32,16 @@ def fraction(text: str) -> float:
     return value
 
 
+def dialable(text: str) -> str:
+    """host:port, or unix:/path, of one machine: no wildcard, and not any port."""
+    host, _, number = text.rpartition(":")
+    if text.startswith("unix:"):
+        return text
+    if host in ("", "0.0.0.0", "[::]") or port(number or "x") == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address that others can dial: use host:port")
+    return text
+
+
 def redis_url(text: str) -> str:
     """redis://, rediss:// or unix://."""
     if not text.startswith(("redis://", "rediss://", "unix://")):

@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ConnectionError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -24,6 +25,8 @@ from kvern_scheduler.store.base import StoreRefused, StoreUnavailable
 
 TIMEOUT_S = 1.0
 _BATCH = 512
+# What a handshake is answered with, where the client library makes a mere connection error of it.
+_AUTHENTICATION = ("username-password", "HELLO must be called with the client already authenticated")
 
 
 class LibraryMissing(StoreUnavailable):
@@ -76,6 +79,10 @@ class Connection:
         await self._connection.disconnect()
 
 
+def _wrong_password(said: str) -> StoreRefused:
+    return StoreRefused(f"it refuses our user or password ({said.rstrip('.')}); correct --redis-url")
+
+
 def explain(error: Exception) -> StoreUnavailable:
     """What went wrong, and what to do about it."""
     said = str(error)
@@ -83,7 +90,9 @@ def explain(error: Exception) -> StoreUnavailable:
         case BusyLoadingError():
             return StoreUnavailable(f"it is still loading its data set ({said})")
         case AuthenticationError() | NoPermissionError():
-            return StoreRefused(f"it refuses our user or password ({said}); correct --redis-url")
+            return _wrong_password(said)
+        case ConnectionError() if any(word in said for word in _AUTHENTICATION):
+            return _wrong_password(said)
         case ReadOnlyError():
             return StoreUnavailable(
                 f"it is a read-only replica ({said}); give the primary's address in --redis-url"

@@ -46,15 +46,17 @@ def library() -> tuple[str, str]:
 
 
 class RedisStore:
-    """``url``: redis://host:port/db, rediss://…, or unix:///path."""
+    """``url``: redis://host:port/db, rediss://…, or unix:///path. ``functions``: another version's ``library``."""
 
     name = "redis"
     inline = False
 
-    def __init__(self, url: str, cell: str, lease_s: float = 1.0) -> None:
+    def __init__(
+        self, url: str, cell: str, lease_s: float = 1.0, functions: tuple[str, str] | None = None
+    ) -> None:
         self.keys = keys = Keys(cell)
         self._lease_ms = int(lease_s * 1000)
-        self._source, self._version = library()
+        self._source, self._version = functions or library()
         self._connection = Connection(url)
         # So that what is read beside commits does not hold them up.
         self._reading = Connection(url)

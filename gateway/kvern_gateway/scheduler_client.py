@@ -83,6 +83,7 @@ class SchedulerClient:
         """
         self._check_connected()
         submit.handle = self._allocate(submit.n)
+        submit.asked_unix_ms = _now_ms()
         generation = Generation(submit, self)
         self._generations[submit.handle] = generation
         self._choices.update((choice.handle, choice) for choice in generation.choices)
@@ -101,10 +102,16 @@ class SchedulerClient:
         """
         self._check_connected()
         first = self._allocate(MAX_CHOICES)
-        submit = session_pb2.Submit(handle=first, request_id=request_id, tenant=tenant, resumable=True)
+        submit = session_pb2.Submit(
+            handle=first, request_id=request_id, tenant=tenant, resumable=True, asked_unix_ms=_now_ms()
+        )
         generation = Generation(submit, self, attached=True)
         self._generations[first] = generation
-        self._outgoing.attach(session_pb2.Attach(handle=first, request_id=request_id, tenant=tenant))
+        self._outgoing.attach(
+            session_pb2.Attach(
+                handle=first, request_id=request_id, tenant=tenant, asked_unix_ms=submit.asked_unix_ms
+            )
+        )
         return generation
 
     def forget(self, generation: Generation) -> None:
@@ -308,6 +315,7 @@ class SchedulerClient:
                     tenant=generation.submit.tenant,
                     next_index=[choice.next_index for choice in generation.choices],
                     claim=generation.claim,
+                    asked_unix_ms=generation.submit.asked_unix_ms,
                 )
             )
             for choice in generation.choices:
@@ -454,6 +462,10 @@ class SchedulerClient:
                 f"the request was lost with its scheduler: {error.message}; send it again", 100
             )
         self._fail(generation, error)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
 
 
 async def _raise_status(call: Any) -> NoReturn:

@@ -77,11 +77,12 @@ class Engine:
             if pb.resumes and self.cell.find(pb.tenant, pb.request_id) is None:
                 raise _not_found(pb.request_id)
             request, new = self.cell.submit(submission_from_pb(pb), self.clock())
+            _check_is_newest(request, pb.asked_unix_ms)
         except KvernError as error:
             session.refused(session_pb2.Refused(handle=pb.handle, error=error.to_pb()))
             self.metrics.refused(error)
             return
-        self._claim(request)
+        self._claim(request, pb.asked_unix_ms)
         if new:
             self.subscriptions.make_room(self.cell.num_rows)
             for sequence in request.sequences:
@@ -100,6 +101,8 @@ class Engine:
             self._check_handles(session, pb.handle, request.submission.n)
             if pb.claim and pb.claim < request.claim:
                 raise _taken_over()
+            if not pb.claim:
+                _check_is_newest(request, pb.asked_unix_ms)
             for sequence, index in zip(request.sequences, pb.next_index, strict=False):
                 limit = self.subscriptions.num_committed(sequence)
                 if index > limit:
@@ -112,12 +115,15 @@ class Engine:
         if pb.claim:
             request.claim = pb.claim
         else:
-            self._claim(request)
+            self._claim(request, pb.asked_unix_ms)
         self._attach(session, request, pb.handle, list(pb.next_index), known=bool(pb.claim))
 
-    def _claim(self, request: Request) -> None:
-        """A client asks: no call is newer. The clock makes that true of calls at earlier leaders, too."""
-        request.claim = max(request.claim + 1, int(self.clock() * 1000))
+    def _claim(self, request: Request, asked_ms: int) -> None:
+        """A client asks: no call is newer. Clocks make that true of calls at earlier leaders, too."""
+        if asked_ms:
+            request.claim = max(request.claim, asked_ms)
+        else:
+            request.claim = max(request.claim + 1, int(self.clock() * 1000))
 
     def cancel(self, session: Session, pb: session_pb2.CancelHandle) -> None:
         sequence = session.sequences.get(pb.handle)
@@ -299,6 +305,18 @@ class Engine:
 
 def store_is_away() -> KvernError:
     return KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, "the store is away; try again", retry_after_ms=500)
+
+
+def _check_is_newest(request: Request, asked_ms: int) -> None:
+    """What a gateway sent before it died, or we froze, may be read after what its client has asked elsewhere since.
+    The refusal is one to try again after: where two gateways' clocks differ, the newer call may look like the older."""
+    if asked_ms and asked_ms < request.claim:
+        raise KvernError(
+            error_pb2.ERROR_CODE_UNAVAILABLE,
+            "a call that asked later has this request; try again",
+            field="request_id",
+            retry_after_ms=200,
+        )
 
 
 def _taken_over() -> KvernError:

@@ -141,6 +141,26 @@ async def test_a_gateway_that_comes_back_takes_nothing_from_the_one_its_client_w
     assert second.tokens[1] == continue_greedily(PROMPT, 60, SIM)
 
 
+async def test_what_was_asked_first_and_is_read_last_takes_nothing(cluster: Cluster) -> None:
+    """As when we were frozen while a gateway died, and its client asked another one."""
+    cluster.workers[0].config = replace(SIM, step_us=2000)
+    await cluster.start()
+    dead, alive = await cluster.gateway(), await cluster.gateway()
+    await alive.submit(1, PROMPT, 60, request_id="a", resumable=True, asked_unix_ms=2000)
+    await alive.until(lambda: 1 in alive.admitted)
+    await dead.submit(7, PROMPT, 60, request_id="a", resumable=True, asked_unix_ms=1999)
+    await dead.send(attaches=[session_pb2.Attach(handle=8, request_id="a", asked_unix_ms=1)])
+    await dead.finish(7, 8)
+    for handle in (7, 8):
+        assert dead.refused[handle].code == error_pb2.ERROR_CODE_UNAVAILABLE
+        assert dead.refused[handle].retry_after_ms > 0
+    await alive.finish(1)
+    assert alive.tokens[1] == continue_greedily(PROMPT, 60, SIM)
+    await dead.submit(9, PROMPT, 60, request_id="a", resumable=True, asked_unix_ms=2001)
+    await dead.finish(9)
+    assert dead.tokens[9] == alive.tokens[1]
+
+
 async def test_the_newer_session_of_a_gateway_ends_the_older(cluster: Cluster) -> None:
     await cluster.start()
     older = await cluster.gateway()

@@ -165,7 +165,8 @@ class Call:
         self.generation.attach_sink(self)
 
     def flush(self, choice: Choice) -> None:
-        first, tokens = choice.take()
+        first, taken = choice.take()
+        tokens = list(taken)
         caller = self.caller
         if choice.index in self._finished:
             caller.oracle.violated(f"{caller.spec.request_id}.{choice.index}: more after the end")

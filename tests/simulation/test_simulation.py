@@ -167,7 +167,9 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
         attach(
             engine,
             session,
-            session_pb2.Attach(**{f.name: v for f, v in pb.ListFields() if f.name != "claim"}),
+            session_pb2.Attach(
+                **{f.name: v for f, v in pb.ListFields() if f.name not in ("claim", "asked_unix_ms")}
+            ),
         )
 
     patch.setattr(Engine, "attach", attach_any)

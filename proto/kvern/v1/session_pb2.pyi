@@ -97,6 +97,7 @@ class Submit(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
+    ASKED_UNIX_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Session-local, chosen by the gateway, not in use. A request with n choices takes the n consecutive
     handles that start here; choice i speaks under handle + i.
@@ -130,6 +131,10 @@ class Submit(_message.Message):
     """The client has a part of the output already: a request that is not known is refused with
     REQUEST_NOT_FOUND instead of begun anew.
     """
+    asked_unix_ms: _builtins.int
+    """When the client asked, by its gateway's clock, Unix milliseconds. Of several calls for one request the one that
+    asked last has it, in whatever order they arrive; an earlier one is refused with UNAVAILABLE. 0: as it arrives.
+    """
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
     def __init__(
@@ -151,10 +156,11 @@ class Submit(_message.Message):
         model: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         resumes: _builtins.bool = ...,
+        asked_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,6 +177,7 @@ class Attach(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    ASKED_UNIX_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
@@ -178,6 +185,8 @@ class Attach(_message.Message):
     """`Admitted.claim`, where a gateway goes on by itself after a lost session; 0: a client asks. A claim that is not the
     newest any more is refused with CANCELLED: the client has moved to another gateway meanwhile.
     """
+    asked_unix_ms: _builtins.int
+    """As in Submit, where `claim` is 0."""
     @_builtins.property
     def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per choice: the index of the next output token that the client lacks. Missing entries are 0."""
@@ -190,10 +199,11 @@ class Attach(_message.Message):
         tenant: _builtins.str = ...,
         next_index: _abc.Iterable[_builtins.int] | None = ...,
         claim: _builtins.int = ...,
+        asked_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "handle", b"handle", "next_index", b"next_index", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "claim", b"claim", "handle", b"handle", "next_index", b"next_index", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

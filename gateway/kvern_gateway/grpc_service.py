@@ -105,54 +105,55 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         gateway = self._gateway
-        start = time.monotonic()
-        if gateway.draining:
-            raise unavailable("this gateway is shutting down; another one will answer", 100)
-        # A named request may be one that was admitted before: only the scheduler knows.
-        if gateway.client.room.full and not request.request_id:
-            raise overloaded()
-        check_model(request.model, gateway.names())
-        fields = to_fields(request)
-        model = gateway.facts()
-        name, prompt_ids = await self._prompt(request, fields)
-        check_prompt_length(name, len(prompt_ids), model)
-        most = gateway.limits.max_logprobs
-        params = sampling_params(
-            fields,
-            model,
-            gateway.limits,
-            len(prompt_ids),
-            logprobs=fields.integer("logprobs", 0, most, None),
-            prompt_logprobs=fields.integer("prompt_logprobs", 0, most, None),
-        )
-        options = gateway.text_options(fields, params)
-        routing = gateway.routing(fields)
-        identity = _identity(request, context)
-        generation = gateway.submit(prompt_ids, params, options, identity, routing)
-        clock = RequestClock(gateway.metrics, start, routing.n)
-        outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
-        # The call is over, however it ended.
-        cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
-        gateway.metrics.running += 1
-        try:
-            try:
-                await admit([generation])
-            except KvernError as error:
-                error.field = _spell(error.field)
-                raise
-            gateway.metrics.prompt_tokens += len(prompt_ids)
-            gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
-            accepted = pb.Accepted(
-                request_id=identity.request_id,
-                model=request.model or gateway.names()[0],
-                num_prompt_tokens=len(prompt_ids),
+        with gateway.metrics.counting_refusals():
+            start = time.monotonic()
+            if gateway.draining:
+                raise unavailable("this gateway is shutting down; another one will answer", 100)
+            # A named request may be one that was admitted before: only the scheduler knows.
+            if gateway.client.room.full and not request.request_id:
+                raise overloaded()
+            check_model(request.model, gateway.names())
+            fields = to_fields(request)
+            model = gateway.facts()
+            name, prompt_ids = await self._prompt(request, fields)
+            check_prompt_length(name, len(prompt_ids), model)
+            most = gateway.limits.max_logprobs
+            params = sampling_params(
+                fields,
+                model,
+                gateway.limits,
+                len(prompt_ids),
+                logprobs=fields.integer("logprobs", 0, most, None),
+                prompt_logprobs=fields.integer("prompt_logprobs", 0, most, None),
             )
-            yield pb.GenerateResponse(accepted=accepted)
-            generation.attach_sink(outbox)
-            async for response in outbox:
-                yield response
-        finally:
-            gateway.metrics.running -= 1
+            options = gateway.text_options(fields, params)
+            routing = gateway.routing(fields)
+            identity = _identity(request, context)
+            generation = gateway.submit(prompt_ids, params, options, identity, routing)
+            clock = RequestClock(gateway.metrics, start, routing.n)
+            outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
+            # The call is over, however it ended.
+            cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
+            gateway.metrics.running += 1
+            try:
+                try:
+                    await admit([generation])
+                except KvernError as error:
+                    error.field = _spell(error.field)
+                    raise
+                gateway.metrics.prompt_tokens += len(prompt_ids)
+                gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
+                accepted = pb.Accepted(
+                    request_id=identity.request_id,
+                    model=request.model or gateway.names()[0],
+                    num_prompt_tokens=len(prompt_ids),
+                )
+                yield pb.GenerateResponse(accepted=accepted)
+                generation.attach_sink(outbox)
+                async for response in outbox:
+                    yield response
+            finally:
+                gateway.metrics.running -= 1
 
     async def Stream(
         self, request: pb.StreamRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvern.errors import KvernError
 from kvern.rpc.metrics import COUNTS, INTER_TOKEN, LABELS, REQUEST_SECONDS, TIME_TO_FIRST_TOKEN, TOKENS
+from kvern.v1 import error_pb2
 
 
 class Histogram:
@@ -62,6 +65,19 @@ class Metrics(Collector):
         self.request_max_tokens = Histogram(TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def count_refusal(self, error: KvernError) -> None:
+        code = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+        self.refused[code] = self.refused.get(code, 0) + 1
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts the error that ends the block."""
+        try:
+            yield
+        except KvernError as error:
+            self.count_refusal(error)
+            raise
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

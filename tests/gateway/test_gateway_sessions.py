@@ -239,6 +239,7 @@ async def test_a_full_queue_refuses_before_the_scheduler_is_asked(served: Served
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(raised.value.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
     assert scheduler.submits == []
+    assert served.gateway.metrics.refused == {"overloaded": 2}
     # One that has a name may have been admitted long ago.
     named = await served.http.post("/v1/completions", json={**LONG, "request_id": "named"})
     assert named.status_code == 200

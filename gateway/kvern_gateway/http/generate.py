@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvern.errors import KvernError
-from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway, admit
 from kvern_gateway.generation import ORPHAN_GRACE_S, Generation, unavailable
 from kvern_gateway.http.parse import Job
@@ -62,8 +61,7 @@ class GenerateRoute:
             await self._answer(scope, receive, send, connection)
         except KvernError as error:
             connection.on_lost = None
-            code = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
-            gateway.metrics.refused[code] = gateway.metrics.refused.get(code, 0) + 1
+            gateway.metrics.count_refusal(error)
             await send_error(scope, receive, send, error)
         except (ConnectionError, asyncio.CancelledError):
             if not lost:

@@ -119,7 +119,10 @@ def _refuse_non_finite(body: bytes) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             name = render(path)
             raise invalid(
-                path[:100], f"{name} is {value}; it must be a finite number", value=value, limit="finite"
+                path[:100],
+                f"{name} is {render(value)}; it must be a finite number",
+                value=render(value),
+                limit="finite",
             )
 
 

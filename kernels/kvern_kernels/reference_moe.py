@@ -81,7 +81,7 @@ def moe_route(
     """
     check_route(logits, top_k, scoring, num_groups, top_groups)
     wide = logits.float()
-    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    scores = wide.softmax(-1) if scoring == "softmax" else sigmoid(wide)
     choice = scores if bias is None else scores + bias.float()
     if num_groups > 1:
         grouped = choice.unflatten(1, (num_groups, -1))
@@ -146,5 +146,10 @@ def gated(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return gate * sigmoid(1.702 * gate) * (up + 1)
+    return (gate * sigmoid(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """With the same bits wherever in a tensor x is: torch.sigmoid rounds the last elements otherwise."""
+    return 1 / (1 + torch.exp(-x))

@@ -67,13 +67,14 @@ DEEPSEEK = {
 @dataclass(frozen=True)
 class Family:
     """``prefix``: of the classes in transformers. ``max_model_len``: what the worker is told. ``change`` may rewrite the
-    model and its saved folder alike."""
+    model and its saved folder alike. ``exact``: bits depend on nothing but a sequence's own tokens."""
 
     prefix: str
     fields: dict[str, Any] = field(default_factory=dict)
     model_class: str = ""
     max_model_len: int | None = None
     change: Callable[[Any, Path], None] | None = None
+    exact: bool = True
 
     @property
     def architecture(self) -> str:
@@ -202,8 +203,8 @@ FAMILIES: dict[str, Family] = {
     "Granite-MoE, shared": Family(
         "GraniteMoeShared", {"num_local_experts": 4, "shared_intermediate_size": 48, **GRANITE}
     ),
-    "GPT-OSS": Family("GptOss", GPT_OSS),
-    "GPT-OSS, MXFP4": Family("GptOss", GPT_OSS, change=to_mxfp4),
+    "GPT-OSS": Family("GptOss", GPT_OSS, exact=False),
+    "GPT-OSS, MXFP4": Family("GptOss", GPT_OSS, change=to_mxfp4, exact=False),
     "DeepSeek-V2": Family(
         "DeepseekV2",
         {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},

@@ -13,6 +13,7 @@ from parity.families import VOCAB, Family
 from parity.local_engine import LocalEngine
 from worker.conftest import load_executor
 from worker.mini_scheduler import MiniScheduler, Sequence, greedy
+from worker.test_worker_parity import traced
 
 from kvern_scheduler.core.group import Limits
 from kvern_worker.executor import ModelExecutor
@@ -69,6 +70,11 @@ def check(family: Family, folder: Path, num_prompts: int, length: int) -> Parity
     small = LocalEngine(executor, Limits(max_num_seqs=8, enable_prefix_caching=False), num_blocks=8)
     assert small.generate(prompts[:6], length) == outputs[:6]
     assert small.group.num_preemptions > 0
+    # The exact log-probabilities, too.
+    expected = traced(executor, prompts[:4])
+    for how in ({"chunk": 16}, {"preempt_at": 5}):
+        assert traced(executor, prompts[:4], **how) == expected or not family.exact, how
+
     return Parity(
         prompts=num_prompts,
         tokens=sum(map(len, outputs)),

@@ -15,8 +15,14 @@ from kvern_worker.weights.loader import WeightLoader
 Activation = Callable[[Tensor], Tensor]
 
 
+def _silu(x: Tensor) -> Tensor:
+    """x·σ(x)."""
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
 def _gelu(x: Tensor) -> Tensor:
-    """x·Φ(x). From whole tensor operations: torch's fused one rounds the ends of a row otherwise than its middle."""
+    """x·Φ(x)."""
     wide = x.float()
     return (0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
 
@@ -28,8 +34,14 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
 
 
-# [T, I] → [T, I].
-ACTIVATIONS: dict[str, Activation] = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": torch.relu}
+# [T, I] → [T, I]. Made of operations that give an element the same bits wherever in a tensor it is: F.silu, F.gelu and
+# torch.sigmoid round the last elements otherwise.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+}
 
 
 def gate(activation: str) -> Activation:

@@ -79,8 +79,8 @@ class MixtureOfExperts:
         shared = self.shared(x)
         if self.shared_gate is not None:
             score = kernels.linear(x, self.shared_gate, torch.float32)
-            # The sigmoid of the score: softmax treats every row alike, torch.sigmoid rounds the last ones otherwise.
-            share = torch.cat((score, torch.zeros_like(score)), -1).softmax(-1)[:, :1]
+            # torch.sigmoid rounds the last rows of a step otherwise than the others.
+            share = 1 / (1 + torch.exp(-score))
             shared = (shared * share).to(x.dtype)
         return out + shared
 

@@ -21,9 +21,18 @@ import kvern_kernels as kernels
 from kvern.errors import KvernError, invalid
 from kvern_worker.config import HfConfig, ModelConfig, model_fields, unsupported
 from kvern_worker.layers.attention import KvCache, StepInputs, warm_up_step
+from kvern_worker.layers.mlp import ACTIVATIONS
 from kvern_worker.weights.loader import WeightLoader
 
 _NAME = "kvern_paged"
+# Modules of torch and transformers whose bits depend on where in a tensor an element is.
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +208,15 @@ class _Packed(nn.Module):
         return kernels.linear(x.flatten(0, -2), self._packed).view(*x.shape[:-1], -1)
 
 
+class _Activation(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._function = ACTIVATIONS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -244,7 +262,7 @@ def _check_class(raw: HfConfig, config: Any) -> None:
 
 
 def _load(config: FallbackConfig, loader: WeightLoader) -> Any:
-    """The module with its weights, its matrices packed. Raises KvernError naming what is missing."""
+    """The module with its weights; matrices and activations are ours. Raises KvernError naming what is missing."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     model: Any
@@ -280,4 +298,6 @@ def _load(config: FallbackConfig, loader: WeightLoader) -> Any:
         for name, child in [*parent.named_children()]:
             if type(child) is nn.Linear:
                 setattr(parent, name, _Packed(child))
+            elif (kind := _ACTIVATIONS.get(type(child).__name__)) is not None:
+                setattr(parent, name, _Activation(kind))
     return model

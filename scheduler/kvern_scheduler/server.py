@@ -27,7 +27,7 @@ from kvern_scheduler.engine import Engine
 from kvern_scheduler.metrics import Metrics
 from kvern_scheduler.recovery import Archive, acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
-from kvern_scheduler.store.base import Store, StoreRefused
+from kvern_scheduler.store.base import Store, StoreRefused, StoreUnavailable
 from kvern_scheduler.store.memory import MemoryStore
 from kvern_scheduler.workers import Worker
 
@@ -166,6 +166,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             args.listen,
             address,
         )
+        starting.append(asyncio.create_task(_name_concerns(store)))
         _calm_gc()
         done, _ = await asyncio.wait([*committing, *computing, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -202,6 +203,14 @@ async def _watch_workers(server: Server, engine: Engine, workers: list[Worker], 
             serving = not serving
             await server.set_serving(serving)
         await asyncio.sleep(0.05)
+
+
+async def _name_concerns(store: Store) -> None:
+    try:
+        for concern in await store.concerns():
+            log.warning("store: %s", concern)
+    except StoreUnavailable:
+        log.info("the store does not tell its configuration; see that it writes every commit to its disk")
 
 
 def _calm_gc() -> None:

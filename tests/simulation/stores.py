@@ -104,6 +104,9 @@ class SimStore:
             "load index", lambda: now(self._server.memory.load_index(instance)), self._reading
         )
 
+    async def concerns(self) -> list[str]:
+        return []
+
     async def close(self) -> None:
         pass
 

@@ -108,3 +108,17 @@ async def test_keys_share_a_hash_tag_and_a_step_costs_one_append(server: Any) ->
         0 < client.ttl(f"kvern:{{c}}:{name}") <= 9 for name in ("request:1", "tokens:1.0", "name:t/my-id")
     )
     await store.close()
+
+
+async def test_a_configuration_that_can_lose_commits_is_named(server: Any) -> None:
+    store = RedisStore(server.url, "c")
+    assert await store.concerns() == []
+    client = server.client()
+    client.config_set("appendfsync", "everysec")
+    client.config_set("maxmemory", "1gb")
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    fsync, eviction = await store.concerns()
+    assert "everysec" in fsync and "allkeys-lru" in eviction
+    client.config_set("appendonly", "no")
+    assert "appendonly is no" in (await store.concerns())[0]
+    await store.close()

@@ -191,6 +191,10 @@ class Store(Protocol):
         """The committed prefix index of a worker instance; empty where there is none. May run beside commits."""
         ...
 
+    async def concerns(self) -> list[str]:
+        """What of its configuration can lose something that was committed, said for an operator."""
+        ...
+
     async def close(self) -> None: ...
 
 

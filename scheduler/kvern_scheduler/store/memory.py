@@ -147,6 +147,9 @@ class MemoryStore:
                 stored.logprobs[choice] = bytes(self._logprobs[seq_no])
         return stored
 
+    async def concerns(self) -> list[str]:
+        return []
+
     async def close(self) -> None:
         pass
 

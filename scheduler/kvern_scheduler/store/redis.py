@@ -209,6 +209,26 @@ class RedisStore:
             instance, np.concatenate(blocks), joined["generation"].copy(), joined["hash"].tobytes()
         )
 
+    async def concerns(self) -> list[str]:
+        answer = await self._reading.call(
+            "CONFIG", "GET", "appendonly", "appendfsync", "maxmemory", "maxmemory-policy"
+        )
+        said = {name.decode(): value.decode() for name, value in _to_dict(answer).items()}
+        concerns = []
+        if said.get("appendonly") == "no":
+            concerns.append("appendonly is no: whatever restarts the store loses requests; set it to yes")
+        elif said.get("appendfsync", "always") != "always":
+            concerns.append(
+                f"appendfsync is {said['appendfsync']}: the store's machine may lose the last commits when it dies; "
+                "set it to always, or accept that"
+            )
+        if said.get("maxmemory", "0") != "0" and said.get("maxmemory-policy", "noeviction") != "noeviction":
+            concerns.append(
+                f"maxmemory-policy is {said['maxmemory-policy']}: a full store throws requests away; set it to "
+                "noeviction"
+            )
+        return concerns
+
     async def close(self) -> None:
         await self._connection.close()
         await self._reading.close()

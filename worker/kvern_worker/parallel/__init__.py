@@ -1,0 +1,1 @@
+"""Where what is spread over ranks lies."""

@@ -162,8 +162,8 @@ def quantized(x: Tensor, activations: str | None) -> tuple[Tensor, Tensor | None
 
 
 KINDS = (
-    *("plain", "int8", "fp8", "int4", "int4 group 32", "mxfp4", "q4_k", "q6_k"),
-    *("w8a8 int8", "w8a8 fp8", "w8a8 fp8 channel"),
+    *("plain", "int8", "fp8", "int4", "mxfp4", "q4_k", "q6_k"),
+    *("w8a8 int8", "w8a8 fp8"),
 )
 
 
@@ -195,9 +195,7 @@ def example(kind: str, n: int, k: int, experts: int = 0) -> PackedLinear:
         "fp8": lambda: of("fp8", byte, blocks, group=128),
         "w8a8 int8": lambda: of("w8a8", signed, channel, activations="int8"),
         "w8a8 fp8": lambda: of("w8a8", fp8, blocks, group=128, activations="fp8_group"),
-        "w8a8 fp8 channel": lambda: of("w8a8", fp8, channel, activations="fp8"),
         "int4": lambda: nibbles("int4", plane(half, n, k // 128), plane(half, n, k // 128), group=128),
-        "int4 group 32": lambda: nibbles("int4", plane(half, n, k // 32), group=32, zero=8),
         "mxfp4": lambda: nibbles("mxfp4", plane(byte, n, k // 32), group=32),
         "q4_k": lambda: nibbles(
             "q4_k",
@@ -217,7 +215,7 @@ def production() -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls whose compilations `aot` checks."""
     for kind in KINDS:
         packed = example(kind, 4096, 14336)
-        for rows in (16, 4096) if kind in ("plain", "int4", "w8a8 fp8") else (4096,):
+        for rows in (16, 4096) if kind in ("plain", "int4") else (4096,):
             x = torch.empty((rows, 14336), dtype=torch.bfloat16, device="meta")
             yield f"{kind}, {rows} rows", partial(_linear_where_it_runs, x, packed)
 

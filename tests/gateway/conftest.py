@@ -90,3 +90,12 @@ async def serve(smollm2: TextModel) -> AsyncIterator[Serve]:
 @pytest.fixture
 async def served(serve: Serve) -> Served:
     return await serve()
+
+
+LONG = {"prompt": "x", "max_tokens": 200, "temperature": 0}
+
+
+async def text_of(served: Served, body: dict[str, object] = LONG) -> str:
+    answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])

@@ -106,7 +106,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             if gateway.draining:
                 raise unavailable("this gateway is shutting down; another one will answer", 100)
             # A named request may be one that was admitted before: only the scheduler knows.
-            if gateway.client.room.full and not request.request_id:
+            if gateway.client.requests.room.full and not request.request_id:
                 raise overloaded()
             check_model(request.model, gateway.names())
             fields = to_fields(request)
@@ -190,7 +190,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.CancelResponse:
         check_request_id("request_id", request.request_id)
-        return pb.CancelResponse(cancelled=self._gateway.client.cancel_request(request.request_id))
+        return pb.CancelResponse(cancelled=self._gateway.client.requests.cancel_request(request.request_id))
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -184,7 +184,7 @@ class GatewayServer:
 
     async def _tell_open(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        self.gateway.client.leave(
+        self.gateway.client.requests.leave(
             unavailable(
                 "this gateway is stopping; send the request again, or go on with it by its id elsewhere", 100
             )

@@ -17,9 +17,10 @@ from kvern.v1 import error_pb2, generation_pb2, sampling_pb2, session_pb2
 from kvern.v1.generation_pb2_grpc import GenerationServiceStub
 from kvern_gateway import scheduler_client
 from kvern_gateway.generation import Choice
+from kvern_gateway.open_requests import SessionLost
 from kvern_gateway.outgoing import Outgoing
 from kvern_gateway.room import Room
-from kvern_gateway.scheduler_client import SchedulerClient, SessionLost
+from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_gateway.text.tokenizer import TextModel
 
 
@@ -103,7 +104,7 @@ async def test_open_requests_end_when_nobody_comes_back(
     await until(lambda: served.scheduler.submits)
     await served.scheduler.stop()
     assert (await running).status_code == 503
-    assert served.gateway.client.num_open == 0
+    assert len(served.gateway.client.requests) == 0
     await served.scheduler.start(served.scheduler.address)
 
 
@@ -128,7 +129,7 @@ async def test_a_client_that_leaves_cancels_at_once(serve: Serve, stream: bool) 
 
 
 async def test_a_full_queue_refuses_before_the_scheduler_is_asked(served: Served) -> None:
-    scheduler, room = served.scheduler, served.gateway.client.room
+    scheduler, room = served.scheduler, served.gateway.client.requests.room
     scheduler.room = 0
     await until(lambda: room.full)
     answer = await served.http.post("/v1/completions", json=LONG)
@@ -238,7 +239,7 @@ async def test_the_newest_call_of_a_named_request_takes_it_over(serve: Serve) ->
     assert second.json()["usage"]["completion_tokens"] == 100
     assert (await first).status_code == 499
     assert "taken this one over" in (await first).json()["error"]["message"]
-    assert served.gateway.client.num_open == 0
+    assert len(served.gateway.client.requests) == 0
 
 
 async def test_an_orphan_is_not_taken_back_by_a_gateway_that_reconnects(serve: Serve) -> None:
@@ -249,10 +250,10 @@ async def test_an_orphan_is_not_taken_back_by_a_gateway_that_reconnects(serve: S
     await until(lambda: scheduler.requests and scheduler.requests["mine"].sent[0] > 2)
     leaving.cancel()
     await until(lambda: served.gateway.metrics.running == 0)
-    assert served.gateway.client.num_open == 1
+    assert len(served.gateway.client.requests) == 1
     scheduler.drop_sessions()
     await until(lambda: scheduler.num_sessions == 2 and served.gateway.client.connected.is_set())
-    assert served.gateway.client.num_open == 0
+    assert len(served.gateway.client.requests) == 0
     assert scheduler.attaches == [] and scheduler.cancels == []
 
 
@@ -313,12 +314,12 @@ async def opened() -> tuple[SchedulerClient, Recorder, Recorder]:
 
 async def test_duplicates_are_dropped_and_gaps_reopen_the_session() -> None:
     client, first, second = await opened()
-    client._dispatch(tokens(1, 0, 5, 6, 7))
-    client._dispatch(tokens(1, 1, 6, 7, 8))
-    client._dispatch(tokens(99, 0, 1))
+    client.requests.take(tokens(1, 0, 5, 6, 7))
+    client.requests.take(tokens(1, 1, 6, 7, 8))
+    client.requests.take(tokens(99, 0, 1))
     assert (first.tokens, second.tokens) == ([5, 6, 7, 8], [])
     with pytest.raises(SessionLost, match="token 6 came where 4 was due"):
-        client._dispatch(tokens(1, 6, 1))
+        client.requests.take(tokens(1, 6, 1))
 
 
 async def test_a_defect_in_one_request_ends_that_one_only() -> None:
@@ -326,11 +327,11 @@ async def test_a_defect_in_one_request_ends_that_one_only() -> None:
     first.broken = True
     both = tokens(1, 0, 5)
     both.MergeFrom(session_pb2.SessionResponse())
-    client._dispatch(both)
-    client._dispatch(tokens(2, 0, 6))
+    client.requests.take(both)
+    client.requests.take(tokens(2, 0, 6))
     assert first.error is not None and first.error.code == error_pb2.ERROR_CODE_INTERNAL
     assert second.tokens == [6]
-    assert client.num_open == 1
+    assert len(client.requests) == 1
 
 
 def test_messages_are_bounded_and_cancels_come_after_submits() -> None:
@@ -350,7 +351,7 @@ def test_messages_are_bounded_and_cancels_come_after_submits() -> None:
 
 async def test_handles_of_open_choices_are_not_given_out_again() -> None:
     client, _, _ = await opened()
-    client._next_handle = 2**32 - 3
+    client.requests._next_handle = 2**32 - 3
     generation = client.submit(session_pb2.Submit(n=4))
     assert [choice.handle for choice in generation.choices] == [5, 6, 7, 8]
 

@@ -190,7 +190,7 @@ async def test_a_finished_request_can_be_read_again(serve: Serve, smollm2: TextM
     again = [r.event async for r in stub.Stream(pb.StreamRequest(request_id="mine"))]
     assert collect(again) == collect(once) == ({0: "one two"}, {0: [*smollm2.encode("one two", False), 2]})
     assert again[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
-    assert served.gateway.client.num_open == 0
+    assert len(served.gateway.client.requests) == 0
 
 
 async def test_a_stream_goes_on_over_a_lost_session(serve: Serve, smollm2: TextModel) -> None:
@@ -218,7 +218,7 @@ async def test_wrong_stream_requests(served: Served) -> None:
             async for _ in stub.Stream(request):
                 pass
         assert raised.value.code() is code
-        assert served.gateway.client.num_open == 0
+        assert len(served.gateway.client.requests) == 0
 
 
 async def test_tokenize_and_detokenize(served: Served, smollm2: TextModel) -> None:

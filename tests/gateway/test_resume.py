@@ -118,7 +118,7 @@ async def test_a_stream_that_another_gateway_took_over_ends(serve: Serve) -> Non
         scheduler.tell_taken_over("mine")
         rest = [line async for line in lines]
     assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "cancelled"
-    assert first.gateway.client.num_open == 0
+    assert len(first.gateway.client.requests) == 0
     answer = await second.http.post("/v1/completions", json=body)
     assert answer.text.count('"text"') == 60
 

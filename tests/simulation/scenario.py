@@ -24,7 +24,7 @@ from simulation.world import World
 from kvern.rpc import channel
 from kvern.rpc import server as rpc_server
 from kvern.v1 import sampling_pb2
-from kvern_gateway import scheduler_client
+from kvern_gateway import leaders, open_requests, scheduler_client
 from kvern_scheduler import committer, engine, metrics, recovery, server, service, sessions, workers
 from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.requests import State
@@ -34,7 +34,7 @@ from kvern_worker.sim import SimConfig
 
 _SIMULATED = (
     *(committer, engine, recovery, server, service, sessions, workers),
-    *(worker_service, worker_sim, scheduler_client),
+    *(worker_service, worker_sim, leaders, open_requests, scheduler_client),
 )
 MAX_EVENTS = 200_000
 PATIENCE_S = 15.0
@@ -283,7 +283,8 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         if id(value) in replaced and getattr(value, "__module__", "") != module.__name__
     ]
     patches += [
-        (scheduler_client, "random", random.Random(simulation.seed)),
+        (scheduler_client, "random", drawn := random.Random(simulation.seed)),
+        (leaders, "random", drawn),
         (workers, "STEP_TIMEOUT_S", 3.0),
         (server, "Engine", make_engine),
         (server, "gc", mock.Mock()),

@@ -77,7 +77,7 @@ class GenerateRoute:
         if gateway.draining:
             raise unavailable("this gateway is shutting down; another one will answer", 100)
         # A named request may be one that was admitted before: only the scheduler knows.
-        if gateway.client.room.full and b'"request_id"' not in body:
+        if gateway.client.requests.room.full and b'"request_id"' not in body:
             raise overloaded()
         job = await self._parse(gateway, scope, body, parse_object(body))
         generations = self._submit(job)

@@ -167,7 +167,8 @@ async def run(options: ControlOptions) -> dict[str, Any]:
             steps = last.steps - first.steps
             cpu = {name: seconds - cpu_before.get(name, 0.0) for name, seconds in bench.cpu_seconds().items()}
             tokens = load.num_tokens - tokens_before
-            fdatasync_us = await asyncio.to_thread(measure_fdatasync, bench.options.data_dir / "store")
+            store = bench.options.data_dir / "store"
+            fdatasync_us = await asyncio.to_thread(measure_fdatasync, store) if "store" in cpu else 0.0
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -190,9 +191,7 @@ async def run(options: ControlOptions) -> dict[str, Any]:
 
 def measure_fdatasync(directory: Path, size: int = 4096, repeats: int = 200) -> float:
     """Median microseconds that a write of ``size`` bytes at a file's end takes to reach the disk of ``directory``: what
-    a commit with appendfsync always cannot do without. 0 where there is no such directory."""
-    if not directory.is_dir():
-        return 0.0
+    a commit with appendfsync always cannot do without."""
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         seconds = []
         for _ in range(repeats):

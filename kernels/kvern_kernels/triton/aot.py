@@ -33,7 +33,11 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one compiled kernel takes: registers a thread, bytes spilled a thread, bytes of shared memory."""
+    """What one compiled kernel takes: registers a thread, bytes spilled a thread, bytes of shared memory.
+
+    `products` names the matrix instructions and their layouts, which fix the order of sums: two kernels
+    with the same ones give a row the same bits.
+    """
 
     module: str
     label: str
@@ -44,6 +48,7 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+    products: tuple[str, ...]
 
     def fits(self) -> bool:
         """No spills, and shared memory within the chip's."""
@@ -93,8 +98,16 @@ def compile_launch(launch: Launch, chip: Chip, module: str = "", label: str = ""
     registers, spilled = _nvidia(log.getvalue()) if chip.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Compiled(
         *(module, label, kernel.__name__, chip.name, options.num_warps, options.num_stages),
-        *(registers, spilled, compiled.metadata.shared),
+        *(registers, spilled, compiled.metadata.shared, _products(compiled.asm["ttgir"])),
     )
+
+
+def _products(layouts: str) -> tuple[str, ...]:
+    """Encodings of matrix products and the types of their operands, from Triton's GPU dialect."""
+    encodings = re.findall(r"#(?:ttg\.\w*(?:mma|mfma)|ttng\.tensor_memory_encoding)<.*>", layouts)
+    lines = [line for line in layouts.splitlines() if re.search(r"tt\.dot |group_dot |gen5_mma ", line)]
+    types = [re.sub(r"#\w+|loc\(.*", "", line.partition(" : ")[2]) for line in lines]
+    return tuple(sorted({*encodings, *types}))
 
 
 def _nvidia(log: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvern_kernels.triton.launch import (
     chip,
     dense,
     fusion_options,
+    invariantly,
     launch,
     next_power_of_2,
 )
@@ -69,7 +71,7 @@ def plan(
     group, dim_pad = heads // kv_heads, next_power_of_2(dim)
     decode, amd, wide = tokens <= seqs, on.backend == "hip", dtype == torch.float32
     if invariant or not decode:
-        rows = 32 if amd and dim_pad > 128 else 64
+        rows = 32 if (amd or invariant) and dim_pad > 128 else 64
         if not (invariant or amd or wide) and int(on.arch) >= 90 and dim_pad <= 128 and tokens >= 128 * seqs:
             rows = 128
     else:
@@ -77,7 +79,9 @@ def plan(
     rows = max(rows, next_power_of_2(group))
     tile = 32 if dim_pad > 128 or wide or amd else 64
     by_bytes = cache_dtype.itemsize == 1 and not on.native_fp8
-    warps = 8 if rows * dim_pad > 64 * 128 or (by_bytes and not amd and rows >= 64) else 4
+    # Splits one after the other keep two accumulators.
+    crowded = not amd and (invariant or (by_bytes and rows >= 64))
+    warps = 8 if rows * dim_pad > 64 * 128 or crowded else 4
     queries = rows // group
     programs = (tokens // queries + seqs) * kv_heads
     if invariant:
@@ -90,7 +94,7 @@ def plan(
         splits = splits if parallel else 0
     if parallel and tokens * heads * splits * (dim + 2) * 4 > _MOST_WORKSPACE:
         parallel, splits = False, splits if invariant else 0
-    return Plan(rows, queries, tile, splits, split_len, parallel, warps, 1 if amd else 2)
+    return Plan(rows, queries, tile, splits, split_len, parallel, warps, 2)
 
 
 def paged_attention(
@@ -299,6 +303,9 @@ def production() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "decode 8/4 heads of 256, soft cap, split", call(8, 8, 8, 4, 256, softcap=50.0)
     yield "prefill 32/8 heads of 128", call(2048, 8)
     yield "prefill, fp8 cache, blocks of 128", call(2048, 8, block_size=128, cache=e4m3)
+    yield "batch-invariant decode", partial(invariantly, call(64, 64))
+    yield "batch-invariant prefill", partial(invariantly, call(2048, 8))
+    yield "batch-invariant prefill 8/4 heads of 256", partial(invariantly, call(2048, 8, 8, 4, 256))
     yield "prefill 8/4 heads of 256, soft cap, window", call(2048, 8, 8, 4, 256, window=4096, softcap=50.0)
     parts = torch.empty((4, 64, 32, 128), dtype=torch.bfloat16, device="meta")
     lses = torch.empty((4, 64, 32), dtype=torch.float32, device="meta")

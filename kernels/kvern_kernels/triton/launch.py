@@ -116,6 +116,16 @@ def use_batch_invariant(on: bool) -> None:
     _invariant = on
 
 
+def invariantly(call: Callable[[], object]) -> object:
+    """`call()` in batch-invariant mode."""
+    before = _invariant
+    use_batch_invariant(True)
+    try:
+        return call()
+    finally:
+        use_batch_invariant(before)
+
+
 def fusion_options(invariant: bool) -> dict[str, Any]:
     """Compiler options: in invariant mode one kernel may not fuse a multiply-add that another does not."""
     return {"enable_fp_fusion": False} if invariant else {}

@@ -16,17 +16,17 @@ from kvern_kernels.triton.launch import CHIPS, interpreted
 
 
 def table(compiled: list[aot.Compiled]) -> str:
-    """One line a kernel and label; per chip: registers a thread / KiB of shared memory."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    """One line a kernel and case; per chip: registers a thread / KiB of shared memory / warps."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
     for one in compiled:
-        cell = f"{one.registers} / {one.shared / 1024:g}" + (
-            f" **{one.spilled} spilled**" if one.spilled else ""
-        )
-        cell += f" ({one.num_warps} warps)"
-        rows.setdefault((one.module, one.kernel.strip("_"), one.label), {})[one.chip] = cell
+        cell = f"{one.registers} / {one.shared / 1024:.0f} / {one.num_warps}"
+        cell += f" **{one.spilled} B spilled**" if one.spilled else ""
+        name = f"{one.module}.{one.kernel.strip('_')}"
+        cells = rows.setdefault((name, one.label), {})
+        cells[one.chip] = f"{cells[one.chip]}; {cell}" if one.chip in cells else cell
     lines = [f"| kernel | case | {' | '.join(CHIPS)} |", "|" + "---|" * (2 + len(CHIPS))]
-    for (module, kernel, label), cells in rows.items():
-        lines.append(f"| {module}.{kernel} | {label} | {' | '.join(cells.get(c, '') for c in CHIPS)} |")
+    for (name, label), cells in rows.items():
+        lines.append(f"| {name} | {label} | {' | '.join(cells.get(chip, '') for chip in CHIPS)} |")
     return "\n".join(lines)
 
 

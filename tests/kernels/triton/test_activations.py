@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul", "swiglu_and_mul"])
 def test_gated_activations(device: str, dtype: torch.dtype, op: str) -> None:
-    for rows, inner in [(0, 4), (1, 1), (3, 21), (2, 1500)]:
+    for rows, inner in [(0, 4), (1, 1), (3, 21), (1, 1500)]:
         x = (torch.randn(rows, 2 * inner + 3, device=device) * 5).to(dtype)[:, 3:]
         actual, expected = getattr(activations, op)(x), getattr(reference, op)(x)
         eps = torch.finfo(dtype).eps

@@ -28,3 +28,19 @@ def test_kernels_fit_the_chip(compiled: list[dict], chip: str) -> None:
         assert one["registers"] > 0, one
         assert one["spilled"] == 0, one
         assert one["shared"] <= shared, one
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_batch_invariant_attention_multiplies_alike_in_decode_and_prefill(
+    compiled: list[dict], chip: str
+) -> None:
+    """Two kernels: splits in parallel, and one after the other. The order of sums is that of their products."""
+    decode, prefill = (
+        one["products"]
+        for label in ("batch-invariant decode", "batch-invariant prefill")
+        for one in compiled
+        if (one["chip"], one["label"], one["kernel"]) == (chip, label, "attention_kernel")
+    )
+    assert decode == prefill and any(
+        "mma" in product or "mfma" in product or "tensor_memory" in product for product in decode
+    )

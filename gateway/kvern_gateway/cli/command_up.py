@@ -84,6 +84,10 @@ def up(
         int | None,
         typer.Option(min=1, max=65_535, help="The scheduler's metrics; the gateway's are on the HTTP port"),
     ] = None,
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(help="TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN"),
+    ] = None,
     load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
     safetensors_load_strategy: Annotated[
         str | None, typer.Option(help="auto, lazy, eager (whole files), or prefetch (read ahead)")

@@ -38,6 +38,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "gpu_memory_utilization",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "attention_backend",
         "load_format",
         "safetensors_load_strategy",
         "trust_remote_code",

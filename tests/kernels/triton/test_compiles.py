@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+# A minute of two processors, and many on a machine that has other things to do.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:

@@ -10,9 +10,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from kvern_kernels.triton import aot
 from kvern_kernels.triton.launch import CHIPS, interpreted
+
+README = Path(__file__).with_name("README.md")
+MARK = "<!-- table -->"
 
 
 def table(compiled: list[aot.Compiled]) -> str:
@@ -36,11 +40,15 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=list(aot.MODULES), help="default: all")
     parser.add_argument("--chip", action="append", choices=list(CHIPS), help="default: all; may be repeated")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     args = parser.parse_args()
     if interpreted():
         parser.error("unset TRITON_INTERPRET: kernels that are interpreted can't be compiled")
     compiled = aot.compile_all(args.chip or list(CHIPS), tuple(args.modules))
     print(json.dumps([asdict(one) for one in compiled]) if args.json else table(compiled))
+    if args.write:
+        text = README.read_text().partition(MARK)[0]
+        README.write_text(f"{text}{MARK}\n{table(compiled)}\n")
     bad = [one for one in compiled if not one.fits()]
     for one in bad:
         print(f"does not fit: {one}", file=sys.stderr)

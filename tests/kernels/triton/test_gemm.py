@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernels.triton.packers import KINDS, both, gptq
+from packed_weights import KINDS, both, gptq
 
 from kvern_kernels import reference
 from kvern_kernels.triton import gemm, launch, packing

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.triton.packers import both, fp8, gptq, int8, mxfp4
+from packed_weights import both, fp8, gptq, int8, mxfp4
 
 from kvern_kernels import reference
 from kvern_kernels.triton import moe, packing, routing

@@ -1,4 +1,6 @@
-"""Random quantized matrices, packed by the reference and by the Triton backend."""
+"""Random quantized matrices, packed by the reference and by the Triton backend (for tests/kernels/triton; a folder
+named kernels is better not imported, since that is the name of a library).
+"""
 
 from collections.abc import Callable
 from typing import Any

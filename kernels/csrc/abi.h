@@ -5,9 +5,8 @@
 
 namespace kvern {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, Q4_1 = 3, Q8_0 = 4 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, QUANTIZED = 3 };
 constexpr int64_t TYPE_BYTES[] = {4, 2, 2};
-constexpr int Q4_1_GROUP = 320, Q8_0_GROUP = 544;  // bytes of 16 outputs x 32 weights
 
 // Rows of heads, or of plain vectors: element (t, h, d) lies at data + t * row + h * head + d.
 struct Rows {
@@ -17,7 +16,8 @@ struct Rows {
 };
 
 // y[m, n] = x[m, k] · panels + bias, y contiguous. Weights come in panels of 16 outputs:
-// F32 [n / 16][k][16]; Q4_1 and Q8_0 [n / 16][k / 32] groups (see linear.h); BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and to whole panels.
+// F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and
+// to whole panels; QUANTIZED is the address of a Quantized.
 struct Linear {
   const void* x;
   int64_t x_row;
@@ -29,6 +29,30 @@ struct Linear {
   Type y_type;
   int64_t m, n, k;
   int threads;
+};
+
+// How the factors of 16 outputs lie, per group: scales, then (MINIMUM) minima or (ZEROS) zero points. Of the
+// others all codes have one zero point. K-quants (SUPER) begin a super-block with 16 halves d, then
+// (MINIMUM) 16 halves dmin; a group's scale and minimum are bytes that multiply these.
+enum FactorKind : int32_t {
+  FLOAT_ZERO,     // 16 floats
+  FLOAT_MINIMUM,  // 16 floats, 16 floats
+  HALF_ZERO,      // 16 halves
+  HALF_ZEROS,     // 16 halves, 16 bytes
+  HALF_MINIMUM,   // 16 halves, 16 halves
+  SUPER_MINIMUM,  // 16 bytes, 16 bytes
+  SUPER_ZERO,     // 16 signed bytes
+};
+
+// Integer weights in panels of 16 outputs: codes [n / 16][k / unit][unit] (units: integers.h), and
+// [n / 16][factor_bytes]. k is padded to whole groups; groups = k / group, in super-blocks of groups_per_super.
+struct Quantized {
+  const uint8_t *codes, *factors;
+  const int32_t* order;  // input of each k below the unpadded one, or null
+  int64_t k, group, groups, groups_per_super, factor_bytes;
+  int32_t bits;  // of a stored code: 4, 6 or 8
+  FactorKind kind;
+  int32_t zero, activation_bits;  // of x in the product: 8 or 16
 };
 
 // Keys [blocks, heads, block_size, dim], the strides as given; values likewise, all of one type.
@@ -93,6 +117,7 @@ struct Gate {
 struct Ops {
   const char* name;
   void (*linear)(const Linear&);
+  void (*dequantize)(const Quantized&, int64_t panel, float* out);  // → [k][16]
   void (*attention)(const Attention&);
   void (*rope_and_store)(const Rope&);
   void (*norm)(const Norm&);
@@ -109,7 +134,7 @@ Cache cache_of(void* keys, void* values, const int64_t* shape);
 bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks);
 bool slots_fit(const Rope& a);
 
-// Grows, never shrinks; one per calling thread. Slots 0 to 3 are separate buffers.
+// Grows, never shrinks; one per calling thread. Slots 0 to 7 are separate buffers.
 void* scratch(int slot, int64_t bytes);
 
 // run(context, task, thread) for each task, on the caller (thread 0) and at most threads - 1 helpers.

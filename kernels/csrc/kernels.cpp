@@ -21,6 +21,9 @@ DECLARE(avx2)
 #ifdef HAVE_avx512
 DECLARE(avx512)
 #endif
+#ifdef HAVE_avx512_vnni
+DECLARE(avx512_vnni)
+#endif
 #ifdef HAVE_avx512_bf16
 DECLARE(avx512_bf16)
 #endif
@@ -35,7 +38,7 @@ struct Buffer {
 };
 
 void* scratch(int slot, int64_t bytes) {
-  static thread_local Buffer buffers[4];
+  static thread_local Buffer buffers[8];
   Buffer& b = buffers[slot];
   if (b.size < bytes) {
     free(b.data);
@@ -58,6 +61,7 @@ static void add_variant(const Ops& ops) {
     v = variants[variant_count - 1];
     v.name = ops.name;
     v.linear = ops.linear;
+    v.dequantize = ops.dequantize;
   }
   current = &variants[variant_count++];
 }
@@ -84,11 +88,15 @@ __attribute__((constructor)) static void find_variants() {
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (wide) add_variant(avx512::ops);
+#ifdef HAVE_avx512_vnni
+  const bool vnni = wide && __builtin_cpu_supports("avx512vnni");
+  if (vnni) add_variant(avx512_vnni::ops);
 #ifdef HAVE_avx512_bf16
-  const bool bf16 = wide && __builtin_cpu_supports("avx512bf16");
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (bf16) add_variant(avx512_bf16::ops);
 #ifdef HAVE_avx512_amx
   if (bf16 && __builtin_cpu_supports("amx-bf16") && tiles_granted()) add_variant(avx512_amx::ops);
+#endif
 #endif
 #endif
 #endif
@@ -127,16 +135,6 @@ Cache cache_of(void* keys, void* values, const int64_t* shape) {
   return c;
 }
 
-// -8 times a half, as a half: three doublings, exact below infinity.
-static uint16_t times_minus_8(const uint8_t* half) {
-  uint16_t h;
-  memcpy(&h, half, 2);
-  const uint16_t sign = (h & 0x8000) ^ 0x8000;
-  uint32_t rest = h & 0x7fff;
-  for (int i = 0; i < 3 && rest < 0x7c00; ++i) rest = rest < 0x400 ? rest * 2 : rest + 0x400;
-  return (uint16_t)(sign | (rest > 0x7c00 && (h & 0x7fff) <= 0x7c00 ? 0x7c00 : rest));
-}
-
 }  // namespace kvern
 
 using namespace kvern;
@@ -165,34 +163,36 @@ EXPORT void kvern_pack(int threads, const void* weight, int type, void* panels, 
   });
 }
 
-// GGUF rows of blocks [n, k / 32], by the name's number 40 (Q4_0), 41 (Q4_1) or 80 (Q8_0) → panels. Q4_0,
-// d (q - 8), becomes Q4_1 with the minimum -8 d, which is exact.
-EXPORT void kvern_pack_gguf(int threads, const uint8_t* blocks, int kind, uint8_t* panels, int64_t n, int64_t k) {
-  const int64_t block_bytes = kind == 80 ? 34 : kind == 41 ? 20 : 18, count = k / 32;
-  const int64_t group_bytes = kind == 80 ? Q8_0_GROUP : Q4_1_GROUP;
+// codes [n, k] → panels of `bits` 4, 6 or 8 (units: integers.h), k padded with zeros to `padded`.
+EXPORT void kvern_pack_codes(int threads, const uint8_t* codes, int bits, uint8_t* panels, int64_t n, int64_t k,
+                             int64_t padded) {
+  const int64_t depth = bits == 4 ? 8 : bits == 6 ? 16 : 4, unit = bits == 6 ? 192 : 64;
   parallel(threads, (n + 15) / 16, [&](int64_t p, int) {
-    for (int64_t g = 0; g < count; ++g) {
-      uint8_t* group = panels + (p * count + g) * group_bytes;
-      memset(group, 0, group_bytes);
-      for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
-        const uint8_t* block = blocks + ((p * 16 + j) * count + g) * block_bytes;
-        memcpy(group + 2 * j, block, 2);
-        if (kind == 80) {
-          for (int i = 0; i < 32; ++i) group[32 + 16 * i + j] = block[2 + i];
+    uint8_t* out = panels + p * (padded / depth) * unit;
+    memset(out, 0, padded / depth * unit);
+    for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
+      const uint8_t* row = codes + (p * 16 + j) * k;
+      for (int64_t i = 0; i < k; ++i) {
+        uint8_t* to = out + i / depth * unit + 4 * j + i % 4;
+        const int quad = (int)(i % depth / 4);
+        if (bits == 8) {
+          *to = row[i];
           continue;
         }
-        if (kind == 41) {
-          memcpy(group + 32 + 2 * j, block + 2, 2);
-        } else {
-          uint16_t minimum = times_minus_8(block);
-          memcpy(group + 32 + 2 * j, &minimum, 2);
-        }
-        const uint8_t* nibbles = block + (kind == 41 ? 4 : 2);
-        for (int i = 0; i < 32; ++i) {
-          uint8_t q = i < 16 ? nibbles[i] & 15 : nibbles[i - 16] >> 4;
-          group[64 + 64 * (i / 8) + 4 * j + i % 8 / 2] |= q << (i % 2 * 4);
-        }
+        to[quad / 2 * 64] |= (uint8_t)((row[i] & 15) << (quad % 2 * 4));
+        if (bits == 6) to[128] |= (uint8_t)(row[i] >> 4 << (2 * quad));
       }
+    }
+  });
+}
+
+// Quantized → out [n, k] float32, k unpadded and in the order of the codes.
+EXPORT void kvern_dequantize(int threads, const Quantized* q, float* out, int64_t n, int64_t k) {
+  parallel(threads, (n + 15) / 16, [&](int64_t p, int) {
+    float* panel = (float*)scratch(6, q->k * 16 * 4);
+    current->dequantize(*q, p, panel);
+    for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
+      for (int64_t i = 0; i < k; ++i) out[(p * 16 + j) * k + i] = panel[i * 16 + j];
     }
   });
 }

@@ -85,55 +85,12 @@ struct BF16Dot {  // bfloat16 weights and x, the processor's pair product
 };
 #endif
 
-// GGUF blocks of 32. A group: 16 scales, 16 minima (Q4_1), then per 8 weights along k a word per output
-// (Q4_1), or per weight a byte per output (Q8_0). Widening them is exact up to one rounding, the same as
-// that of dequantizing first: the bits are those of the float32 kernel on dequantized weights.
-struct Q41Step {
-  using W = uint8_t;
-  using X = float;
-  static constexpr int K = 1, STEPS = 8, UNITS = 4, GROUP_SIZE = kvern::Q4_1_GROUP;
-  struct Group {
-    V16 scale, minimum;
-  };
-  using Unit = Words;
-  using Weights = V16;
-  using Broadcast = V16;
-  INLINE Group group(const W* p) { return {load((const f16*)p), load((const f16*)(p + 32))}; }
-  INLINE Unit unit(const W* p, int u) { return load_words(p + 64 + 64 * u); }
-  INLINE Weights next(Unit& u, const Group& g) {
-    V16 q = low_nibbles(u);
-    u = next_nibbles(u);
-    return fma(q, g.scale, g.minimum);  // the product is exact: one rounding
-  }
-  INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
-  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
-};
-
-struct Q80Step {
-  using W = uint8_t;
-  using X = float;
-  static constexpr int K = 1, STEPS = 4, UNITS = 8, GROUP_SIZE = kvern::Q8_0_GROUP;
-  using Group = V16;
-  using Unit = const int8_t*;
-  using Weights = V16;
-  using Broadcast = V16;
-  INLINE Group group(const W* p) { return load((const f16*)p); }
-  INLINE Unit unit(const W* p, int u) { return (const int8_t*)p + 32 + 64 * u; }
-  INLINE Weights next(Unit& u, const Group& g) {
-    V16 q = load(u);
-    u += LANES;
-    return q * g;
-  }
-  INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
-  INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
-};
-
 struct Out {
   void* y;
   int64_t row;
   kvern::Type type;
   const float* bias;
-  int64_t n;
+  int64_t n, rows;
 };
 
 // Bias and conversion of a finished tile; one function for all tiles keeps the library small.
@@ -254,7 +211,7 @@ static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64
   const int64_t width = panels_per_task(panels, widest((int)rows_per_tile, Step::STEPS > 1), a.threads);
   const int64_t groups = (panels + width - 1) / width, tasks = groups * blocks;
   const typename Step::W* weight = (const typename Step::W*)a.weight;
-  const Out out = {a.y, a.n, a.y_type, a.bias, a.n};
+  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
   kvern::parallel(a.threads, tasks, [&](int64_t task, int) {
     int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
     int64_t m = task % blocks * ROW_BLOCK, end = m + ROW_BLOCK < a.m ? m + ROW_BLOCK : a.m;

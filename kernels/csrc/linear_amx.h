@@ -108,7 +108,7 @@ static void linear_amx(const kvern::Linear& a, const bf16* x, int64_t x_row) {
   const bool many = a.m > TILE_ROWS_AMX;
   const int64_t width = many ? 2 : 4, groups = (panels + width - 1) / width, blocks = (a.m + block - 1) / block;
   const bf16* weight = (const bf16*)a.weight;
-  const Out out = {a.y, a.n, a.y_type, a.bias, a.n};
+  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
   kvern::parallel(a.threads, groups * blocks, [&](int64_t task, int) {
     alignas(64) float sums[2 * TILE_ROWS_AMX * 2 * LANES];
     int64_t upper = 0, lower = 0;

@@ -78,16 +78,7 @@ INLINE V16 scale_by_power(V16 a, V16 n) {
   return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(e))};
 }
 
-// The low four bits of 16 words as floats; 16 signed bytes as floats.
-struct Words {
-  __m512i v;
-};
-INLINE Words load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
-INLINE V16 low_nibbles(Words w) {
-  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return {_mm512_permutexvar_ps(w.v, table)};
-}
-INLINE Words next_nibbles(Words w) { return {_mm512_srli_epi32(w.v, 4)}; }
+// 16 signed bytes as floats.
 INLINE V16 load(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
@@ -158,17 +149,6 @@ INLINE __m256 power_of_two(__m256 n) {
 INLINE V16 scale_by_power(V16 x, V16 n) {
   return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
 }
-struct Words {
-  __m256i a, b;
-};
-INLINE Words load_words(const void* p) {
-  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
-}
-INLINE V16 low_nibbles(Words w) {
-  const __m256i low = _mm256_set1_epi32(15);
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(w.a, low)), _mm256_cvtepi32_ps(_mm256_and_si256(w.b, low))};
-}
-INLINE Words next_nibbles(Words w) { return {_mm256_srli_epi32(w.a, 4), _mm256_srli_epi32(w.b, 4)}; }
 INLINE V16 load(const int8_t* p) {
   __m128i bytes = _mm_loadu_si128((const __m128i*)p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),

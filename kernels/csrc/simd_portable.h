@@ -116,21 +116,6 @@ INLINE void store(f16* p, V16 a) {
   store(t, a);
   for (int i = 0; i < LANES; ++i) p[i].bits = float_to_half(t[i]);
 }
-struct Words {
-  Int4 v[4];
-};
-INLINE Words load_words(const void* p) {
-  Words w;
-  memcpy(&w, p, sizeof w);
-  return w;
-}
-INLINE V16 low_nibbles(Words w) {
-  return each([&](int i) { return __builtin_convertvector(w.v[i] & 15, Float4); });
-}
-INLINE Words next_nibbles(Words w) {
-  UNROLL for (int i = 0; i < 4; ++i) w.v[i] = (w.v[i] >> 4) & 0x0fffffff;
-  return w;
-}
 INLINE V16 load(const int8_t* p) {
   float t[LANES];
   for (int i = 0; i < LANES; ++i) t[i] = (float)p[i];

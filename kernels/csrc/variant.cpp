@@ -3,6 +3,7 @@
 // functions could leak one variant's instructions into another.
 #include "abi.h"
 #include "linear.h"
+#include "linear_int.h"
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
 #endif
@@ -15,8 +16,7 @@ namespace KVERN_ISA {
 
 static void linear(const kvern::Linear& a) {
   if (a.weight_type == kvern::F32) return linear_of<F32Step>(a, kvern::F32, 1);
-  if (a.weight_type == kvern::Q4_1) return linear_of<Q41Step>(a, kvern::F32, 1);
-  if (a.weight_type == kvern::Q8_0) return linear_of<Q80Step>(a, kvern::F32, 1);
+  if (a.weight_type == kvern::QUANTIZED) return linear_int(a);
 #if defined(__AMX_BF16__)
   if (a.x_type == kvern::BF16) {
     int64_t row;
@@ -38,9 +38,9 @@ namespace kvern {
 namespace KVERN_ISA {
 extern const Ops ops;
 #if defined(KVERN_LINEAR_ONLY)
-const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, nullptr, nullptr, nullptr, nullptr};
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, nullptr, nullptr, nullptr, nullptr};
 #else
-const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::attention, ::KVERN_ISA::rope_and_store,
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, ::KVERN_ISA::rope_and_store,
                  ::KVERN_ISA::norm, ::KVERN_ISA::gate};
 #endif
 }  // namespace KVERN_ISA

@@ -21,7 +21,7 @@ NAME = f"cpu/{_library.kvern_variant().decode()}"
 DEVICES = ("cpu",)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_GGUF_GROUP = {"Q4_0": (3, 320), "Q4_1": (3, 320), "Q8_0": (4, 544)}  # type, bytes of 16 outputs x 32
+QUANTIZED = 3
 _HUGE_PAGE = 2 << 20
 _threads = torch.get_num_threads
 _linear, _norm, _gate = _library.kvern_linear, _library.kvern_norm, _library.kvern_gate
@@ -43,10 +43,12 @@ class PackedLinear:
     out_features: int
     address: int
     bias_address: int | None
+    kept: tuple[Any, ...] = ()  # what the address leads to besides `panels`
 
     @property
     def num_bytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        tensors = [x for x in (self.panels, self.bias, *self.kept) if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in tensors)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | reference.PackedLinear:
@@ -61,33 +63,44 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
     weight = weight.contiguous()
     n, k = weight.shape
     depth = 32 if weight.dtype == torch.bfloat16 else 1
-    panels = _aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
+    panels = aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
     _library.kvern_pack(_threads(), weight.data_ptr(), TYPES[weight.dtype], panels.data_ptr(), n, k)
-    return _packed(panels, TYPES[weight.dtype], n, k, bias)
+    return packed_linear(panels, TYPES[weight.dtype], n, k, bias)
 
 
-def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear | reference.PackedLinear:
-    """Repack a GGUF matrix, uint8 [N, bytes of a row] of `kind` Q4_0, Q4_1 or Q8_0, as it is quantized.
-
-    `linear` then gives the bits of the dequantized float32 weights. Other kinds go to the reference.
-    """
-    n, k = reference.gguf_shape(blocks, kind)
-    if kind not in _GGUF_GROUP:
-        return reference.pack_gguf(blocks, kind, bias)
-    group = _GGUF_GROUP[kind]
-    blocks = blocks.contiguous()
-    panels = _aligned(-(-n // 16) * (k // 32) * group[1], torch.uint8)
-    _library.kvern_pack_gguf(_threads(), blocks.data_ptr(), int(kind[1] + kind[3]), panels.data_ptr(), n, k)
-    return _packed(panels, group[0], n, k, bias)
-
-
-def _packed(panels: Tensor, type_: int, n: int, k: int, bias: Tensor | None) -> PackedLinear:
+def packed_linear(
+    panels: Tensor,
+    type_: int,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    address: int | None = None,
+    kept: tuple[Any, ...] = (),
+) -> PackedLinear:
+    """What `linear` takes; `address` is that of the panels unless given."""
     padded = None
     if bias is not None:
         padded = torch.zeros(-(-n // 16) * 16)
         padded[:n] = bias
-    address = None if padded is None else padded.data_ptr()
-    return PackedLinear(panels, padded, type_, k, n, panels.data_ptr(), address)
+    bias_address = None if padded is None else padded.data_ptr()
+    return PackedLinear(panels, padded, type_, k, n, address or panels.data_ptr(), bias_address, kept)
+
+
+def pack_codes(codes: Tensor, bits: int, panels: Tensor, padded: int) -> None:
+    """uint8 codes [N, K] below 2^bits → panels of 4, 6 or 8 bits, K padded (csrc/integers.h)."""
+    n, k = codes.shape
+    _library.kvern_pack_codes(_threads(), codes.data_ptr(), bits, panels.data_ptr(), n, k, padded)
+
+
+def dequantize(packed: PackedLinear) -> Tensor:
+    """The float32 weights [N, K] of a quantized layer, each with the one rounding of its format."""
+    n, k = packed.out_features, packed.in_features
+    out = torch.empty(n, k)
+    _library.kvern_dequantize(_threads(), packed.address, out.data_ptr(), n, k)
+    if len(packed.kept) > 2:  # checkpoints whose inputs were sorted by group
+        order = packed.kept[2].long()
+        out[:, order] = out.clone()
+    return out
 
 
 def new_kv_cache(
@@ -100,12 +113,12 @@ def new_kv_cache(
 ) -> tuple[Tensor, Tensor]:
     """See reference.new_kv_cache; in huge pages, since attention reads blocks in any order."""
     count = num_blocks * num_kv_heads * block_size * head_dim
-    keys = _aligned(count, dtype).view(num_blocks, num_kv_heads, head_dim, block_size)
-    values = _aligned(count, dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
+    keys = aligned(count, dtype).view(num_blocks, num_kv_heads, head_dim, block_size)
+    values = aligned(count, dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
     return keys.transpose(2, 3), values
 
 
-def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+def aligned(count: int, dtype: torch.dtype) -> Tensor:
     """`count` zeroed elements on a page boundary, in huge pages where the system grants them."""
     size = max(count * dtype.itemsize, 1)
     memory = mmap.mmap(-1, size)
@@ -356,5 +369,6 @@ def cache_layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int6
     return layout
 
 
-# Last, since it builds on the ops above.
+# Last, since they build on the ops above.
 from kvern_kernels.cpu_decoder import pack_decoder, run_decoder  # noqa: E402, F401
+from kvern_kernels.cpu_quant import pack_awq, pack_gguf, pack_gptq, pack_int8, pack_mxfp4  # noqa: E402, F401

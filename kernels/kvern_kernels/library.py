@@ -13,7 +13,8 @@ log = logging.getLogger("kvern.kernels")
 
 SIGNATURES: dict[str, list[type]] = {
     "kvern_pack": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
-    "kvern_pack_gguf": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64],
+    "kvern_pack_codes": [c_int, c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64],
+    "kvern_dequantize": [c_int, c_void_p, c_void_p, c_int64, c_int64],
     "kvern_linear": [
         *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int],
         *[c_int64] * 3,

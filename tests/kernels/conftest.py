@@ -1,6 +1,7 @@
 """Fixtures: every C++ variant that this processor runs, one after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from kvern_kernels import cpu, library
 
 VARIANTS = library.variants(cpu._library)
 OWN_OPS = [
-    name for name in VARIANTS if name not in ("avx512_bf16", "avx512_amx")
+    name for name in VARIANTS if name not in ("avx512_vnni", "avx512_bf16", "avx512_amx")
 ]  # those differ in linear only
 
 
@@ -27,6 +28,20 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     library.use_variant(cpu._library, request.param)
     yield request.param
     library.use_variant(cpu._library, VARIANTS[-1])
+
+
+@pytest.fixture
+def every_linear() -> Callable[[Callable[[], Any]], dict[str, Any]]:
+    """Calls a function under each variant: name → what it returned."""
+
+    def call(function: Callable[[], Any]) -> dict[str, Any]:
+        results = {}
+        for name in VARIANTS:
+            library.use_variant(cpu._library, name)
+            results[name] = function()
+        return results
+
+    return call
 
 
 @pytest.fixture(autouse=True)

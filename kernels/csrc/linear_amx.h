@@ -4,7 +4,7 @@
 // row of A by itself, in the order of k.
 #pragma once
 
-#include "linear.h"
+#include "linear_int.h"
 
 namespace KVERN_ISA {
 
@@ -16,6 +16,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// GCC's tile intrinsics do not tell the compiler which memory they read: all that was written is written before.
+INLINE void load_configuration(const TileConfig& c) {
+  asm volatile("" : : "r"(&c) : "memory");
+  _tile_loadconfig(&c);
+}
+
 // Tiles 0-3 sums, 4 and 5 rows of x, 6 and 7 weights. With one band of rows: sums 0-3, x in 4; with two
 // bands of 16: the lower band sums in 2 and 3, its x in 5.
 INLINE void configure(int upper, int lower) {
@@ -25,7 +31,7 @@ INLINE void configure(int upper, int lower) {
     c.row_bytes[t] = 64;
     c.rows[t] = (uint8_t)(weights ? 16 : below ? lower : upper);
   }
-  _tile_loadconfig(&c);
+  load_configuration(c);
 }
 
 struct AmxPlace {
@@ -76,69 +82,125 @@ static void band(const AmxPlace& a, float* sums) {
   if constexpr (PANELS > 3) _tile_stored(3, sums + 3 * LANES, row);
 }
 
-// Two bands of rows and two panels.
-static void square(const AmxPlace& a, float* sums) {
+// Two bands of up to 16 rows and two panels over `k` more of the depth. Partial sums of 32 bits lie in `sums`
+// between the calls, unrounded: the bits are those of one pass. A lower band of no rows is left out.
+template <bool BOTH>
+static void square(const AmxPlace& a, float* sums, bool first) {
   const int64_t stride = a.x_row * 2;
   const bf16 *w = a.w, *below = a.x + TILE_ROWS_AMX * a.x_row;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  constexpr int64_t row = 2 * LANES * 4;
+  float* lower = sums + TILE_ROWS_AMX * 2 * LANES;
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, row);
+    _tile_loadd(1, sums + LANES, row);
+    if constexpr (BOTH) {
+      _tile_loadd(2, lower, row);
+      _tile_loadd(3, lower + LANES, row);
+    }
+  }
   for (int64_t i = 0; i < a.k; i += TILE_K, w += TILE_K * LANES) {
     _tile_loadd(6, w, 64);
+    prefetch_tile(w);
     _tile_loadd(4, a.x + i, stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + a.panel, 64);
+    prefetch_tile(w + a.panel);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, below + i, stride);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (BOTH) {
+      _tile_loadd(5, below + i, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
-  constexpr int64_t row = 2 * LANES * 4;
-  float* lower = sums + TILE_ROWS_AMX * 2 * LANES;
   _tile_stored(0, sums, row);
   _tile_stored(1, sums + LANES, row);
-  _tile_stored(2, lower, row);
-  _tile_stored(3, lower + LANES, row);
+  if constexpr (BOTH) {
+    _tile_stored(2, lower, row);
+    _tile_stored(3, lower + LANES, row);
+  }
 }
 
-static void linear_amx(const kvern::Linear& a, const bf16* x, int64_t x_row) {
-  constexpr int64_t block = 256;  // rows per task
+// Up to 16 rows: four weight streams a thread.
+static void linear_amx_few(const kvern::Linear& a, const bf16* x, int64_t x_row, const Out& out) {
   const int64_t k = (a.k + TILE_K - 1) / TILE_K * TILE_K, panel = k * LANES, panels = (a.n + LANES - 1) / LANES;
-  const bool many = a.m > TILE_ROWS_AMX;
-  const int64_t width = many ? 2 : 4, groups = (panels + width - 1) / width, blocks = (a.m + block - 1) / block;
   const bf16* weight = (const bf16*)a.weight;
-  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
-  kvern::parallel(a.threads, groups * blocks, [&](int64_t task, int) {
-    alignas(64) float sums[2 * TILE_ROWS_AMX * 2 * LANES];
+  kvern::parallel(a.threads, (panels + 3) / 4, [&](int64_t task, int) {
+    alignas(64) float sums[TILE_ROWS_AMX * 4 * LANES];
+    const int64_t first = task * 4, count = first + 4 > panels ? panels - first : 4;
+    configure((int)a.m, 0);
+    const AmxPlace place = {x, x_row, weight + first * panel, panel, k};
+    if (count == 4) {
+      band<4>(place, sums);
+    } else if (count == 3) {
+      band<3>(place, sums);
+    } else if (count == 2) {
+      band<2>(place, sums);
+    } else {
+      band<1>(place, sums);
+    }
+    finish(sums, (int)a.m, (int)count, out, 0, first * LANES);
+    _tile_release();
+  });
+}
+
+// Panels of a task that stay in the second-level cache while all rows pass by, and depth of a pass: 32 rows of x
+// stay in the first-level cache while the task's panels pass by.
+constexpr int64_t AMX_PANELS = 8, AMX_DEPTH = 512;
+
+static int64_t amx_width(int64_t panels, int threads) {
+  int64_t width = AMX_PANELS;
+  while (width > 2 && panels < 3 * width * threads) width -= 2;
+  return width;
+}
+
+static void linear_amx_many(const kvern::Linear& a, const bf16* x, int64_t x_row, const Out& out) {
+  constexpr int64_t rows_of_block = 2 * TILE_ROWS_AMX;
+  const int64_t k = (a.k + TILE_K - 1) / TILE_K * TILE_K, panel = k * LANES, panels = (a.n + LANES - 1) / LANES;
+  const int64_t width = amx_width(panels, a.threads);
+  const bf16* weight = (const bf16*)a.weight;
+  kvern::parallel(a.threads, (panels + width - 1) / width, [&](int64_t task, int) {
+    alignas(64) float sums[AMX_PANELS / 2][rows_of_block * 2 * LANES];
+    const int64_t begin = task * width, end = begin + width < panels ? begin + width : panels;
     int64_t upper = 0, lower = 0;
-    int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
-    int64_t begin = task % blocks * block, end = begin + block < a.m ? begin + block : a.m;
-    for (int64_t m = begin; m < end;) {
-      int64_t rows = end - m > TILE_ROWS_AMX && count == 2 ? 2 * TILE_ROWS_AMX : TILE_ROWS_AMX;
-      rows = end - m < rows ? end - m : rows;
-      int64_t now_upper = rows > TILE_ROWS_AMX ? TILE_ROWS_AMX : rows, now_lower = rows - now_upper;
-      if (now_upper != upper || now_lower != lower) {
-        configure((int)now_upper, (int)now_lower);
-        upper = now_upper, lower = now_lower;
+    for (int64_t m = 0; m < a.m; m += rows_of_block) {
+      const int64_t rows = a.m - m < rows_of_block ? a.m - m : rows_of_block;
+      const int64_t now_upper = rows > TILE_ROWS_AMX ? TILE_ROWS_AMX : rows, now_lower = rows - now_upper;
+      if (now_upper != upper || now_lower != lower) configure((int)now_upper, (int)now_lower);
+      upper = now_upper, lower = now_lower;
+      for (int64_t i = 0; i < k; i += AMX_DEPTH) {
+        const int64_t depth = k - i < AMX_DEPTH ? k - i : AMX_DEPTH;
+        for (int64_t p = begin; p < end; p += 2) {
+          // The last panel of an odd number is its own neighbour.
+          const AmxPlace place = {x + m * x_row + i, x_row, weight + p * panel + i * LANES, p + 1 < end ? panel : 0,
+                                  depth};
+          if (lower > 0) {
+            square<true>(place, sums[(p - begin) / 2], i == 0);
+          } else {
+            square<false>(place, sums[(p - begin) / 2], i == 0);
+          }
+        }
       }
-      AmxPlace place = {x + m * x_row, x_row, weight + first * panel, panel, k};
-      if (lower > 0) {
-        square(place, sums);
-      } else if (count == 4) {
-        band<4>(place, sums);
-      } else if (count == 3) {
-        band<3>(place, sums);
-      } else if (count == 2) {
-        band<2>(place, sums);
-      } else {
-        band<1>(place, sums);
+      for (int64_t p = begin; p < end; p += 2) {
+        float* pair = sums[(p - begin) / 2];
+        if (p + 1 == end) {
+          for (int64_t r = 1; r < rows; ++r) memcpy(pair + r * LANES, pair + r * 2 * LANES, LANES * 4);
+        }
+        finish(pair, (int)rows, p + 1 < end ? 2 : 1, out, m, p * LANES);
       }
-      finish(sums, (int)rows, (int)count, out, m, first * LANES);
-      m += rows;
     }
     _tile_release();
   });
+}
+
+static void linear_amx(const kvern::Linear& a, const bf16* x, int64_t x_row) {
+  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
+  if (a.m > TILE_ROWS_AMX) return linear_amx_many(a, x, x_row, out);
+  linear_amx_few(a, x, x_row, out);
 }
 
 }  // namespace KVERN_ISA

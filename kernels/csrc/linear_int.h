@@ -122,7 +122,7 @@ static void quantize_row(const T* x, const Quantized& q, int64_t k, int64_t m, c
   }
 }
 
-constexpr int64_t ROW_MULTIPLE = 16;
+constexpr int64_t ROW_MULTIPLE = 32;  // two tiles of rows
 
 static Activations quantize_rows(const kvern::Linear& a, const Quantized& q) {
   const int64_t rows = (a.m + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE, plane = rows * q.k;

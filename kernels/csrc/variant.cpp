@@ -5,7 +5,7 @@
 #include "linear.h"
 #include "linear_int.h"
 #if defined(__AMX_BF16__)
-#include "linear_amx.h"
+#include "linear_int_amx.h"
 #endif
 #if !defined(KVERN_LINEAR_ONLY)
 #include "attention.h"
@@ -16,7 +16,12 @@ namespace KVERN_ISA {
 
 static void linear(const kvern::Linear& a) {
   if (a.weight_type == kvern::F32) return linear_of<F32Step>(a, kvern::F32, 1);
-  if (a.weight_type == kvern::QUANTIZED) return linear_int(a);
+  if (a.weight_type == kvern::QUANTIZED) {
+#if defined(__AMX_INT8__)
+    if (linear_int_amx(a)) return;
+#endif
+    return linear_int(a);
+  }
 #if defined(__AMX_BF16__)
   if (a.x_type == kvern::BF16) {
     int64_t row;

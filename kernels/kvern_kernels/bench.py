@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
+from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES, gguf_block_length
 
 LINEARS = {"gate_up": (6144, 1024), "down": (1024, 3072)}  # of Qwen3-0.6B: outputs, inputs
 ROWS = (1, 8, 32, 1024)
@@ -120,7 +121,7 @@ def _prepare_linear(
 ) -> tuple[Run, Run]:
     if not packed:
         packed.append(FORMATS[kind](n, k))
-        packed += [FORMATS[kind](n, k) for _ in range(COLD_BYTES // packed[0].num_bytes)]
+        packed += [FORMATS[kind](n, k) for _ in range(min(COLD_BYTES // packed[0].num_bytes, 60))]
     x = torch.randn(m, k).to(dtype)
     weights = itertools.cycle(packed)
     copies = 1 + COLD_BYTES // (n * k * dtype.itemsize) if m < 64 else 1
@@ -128,13 +129,74 @@ def _prepare_linear(
     return lambda: kernels.linear(x, next(weights)), lambda: next(theirs)()
 
 
+def _gptq(n: int, k: int) -> Any:
+    return kernels.pack_gptq(
+        _words(k // 8, n), _words(k // 128, n // 8), torch.rand(k // 128, n).half() * 0.01
+    )
+
+
+def _words(rows: int, columns: int) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, (rows, columns)).int()
+
+
+def _int8(n: int, k: int, activations: str | None = None) -> Any:
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+    return kernels.pack_int8(codes, torch.rand(n) * 0.001, activations=activations)
+
+
+def _gguf(kind: str, n: int, k: int) -> Any:
+    """Blocks of the byte 1: their halves are small numbers."""
+    length = gguf_block_length(kind)
+    return kernels.pack_gguf(torch.ones(n, k // length * GGUF_BLOCK_BYTES[kind], dtype=torch.uint8), kind)
+
+
 FORMATS: dict[str, Callable[[int, int], Any]] = {
     "float32": lambda n, k: kernels.pack_linear(torch.randn(n, k)),
     "bfloat16": lambda n, k: kernels.pack_linear(torch.randn(n, k).bfloat16()),
+    "int8": _int8,
+    "w8a8": partial(_int8, activations="int8"),
+    "gptq g128": _gptq,
+    **{kind: partial(_gguf, kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")},
 }
-BITS = {"float32": 32, "bfloat16": 16}  # that a weight takes
-RATES = {"float32": "float32"}
-CASES: list[Callable[[], Iterator[Case]]] = [linear_cases]
+# What the checkpoint's own format takes a weight, whatever the packed layout takes.
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "w8a8": 8, "gptq g128": 4 + 20 / 128}
+BITS |= {
+    kind: 8 * GGUF_BLOCK_BYTES[kind] / gguf_block_length(kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+}
+RATES = {"float32": "float32", "w8a8": "int8"}
+
+EXPERTS, TOP_K, WIDTH, INNER = 32, 4, 512, 256
+
+
+def moe_cases() -> Iterator[Case]:
+    weights = EXPERTS * 3 * WIDTH * INNER
+    for m in ROWS:
+        chosen = min(EXPERTS, TOP_K * m)
+        yield Case(
+            kernel="fused_moe bfloat16",
+            shape=f"{m}x{WIDTH}, {TOP_K} of {EXPERTS}x{INNER}",
+            bytes=weights * 2 * chosen // EXPERTS,
+            operations=2 * m * TOP_K * 3 * WIDTH * INNER,
+            rate="bfloat16",
+            prepare=partial(_prepare_moe, m),
+        )
+
+
+def _prepare_moe(m: int) -> tuple[Run, Run | None]:
+    def layer() -> Any:
+        up = [kernels.pack_linear(torch.randn(2 * INNER, WIDTH).bfloat16()) for _ in range(EXPERTS)]
+        down = [kernels.pack_linear(torch.randn(WIDTH, INNER).bfloat16()) for _ in range(EXPERTS)]
+        return kernels.pack_experts(up, down)
+
+    layers = [layer()]
+    layers += [layer() for _ in range(min(COLD_BYTES // layers[0].num_bytes, 16))]
+    turns = itertools.cycle(layers)
+    x, ids = torch.randn(m, WIDTH).bfloat16(), torch.rand(m, EXPERTS).argsort(1)[:, :TOP_K].int()
+    weights = torch.rand(m, TOP_K)
+    return lambda: kernels.fused_moe(x, weights, ids, next(turns)), None
+
+
+CASES: list[Callable[[], Iterator[Case]]] = [linear_cases, moe_cases]
 
 
 def measure(only: str | None, limits: Limits) -> Iterator[dict[str, Any]]:

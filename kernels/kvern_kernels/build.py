@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 log = logging.getLogger("kvern.kernels")
@@ -58,7 +59,9 @@ def _source_hash() -> str:
 
 
 def library_path() -> Path:
-    """The compiled library, built if it is missing. Raises BuildError."""
+    """The compiled library, built if it is missing; KVERN_CPU_LIBRARY names another one. Raises BuildError."""
+    if given := os.environ.get("KVERN_CPU_LIBRARY"):
+        return Path(given)
     if not SOURCES.is_dir():  # installed from a wheel, which carries the library and not the sources
         found = sorted(PACKAGE.glob("_kernels-*.so"))
         if not found:
@@ -99,13 +102,31 @@ def _compiler() -> str:
 
 
 def _compile(target: Path) -> None:
+    """Build the library at `target` and remove those of other sources beside it."""
+    compile_library(target)
+    for old in target.parent.glob("_kernels-*.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+
+
+def compile_library(target: Path, flags: Sequence[str] = (), only: Collection[str] | None = None) -> None:
+    """Build the library at `target`, with more compiler `flags` and `only` some of the variants if given.
+
+    Raises BuildError.
+    """
     compiler = _compiler()
+    common_flags = [*FLAGS, *flags]
     log.info("compiling the CPU kernels with %s (once, half a minute)", compiler)
     with tempfile.TemporaryDirectory(prefix="kvern-kernels-") as name:
         work = Path(name)
         jobs = {
-            isa: _start(compiler, [*flags, f"-DKVERN_ISA={isa}"], SOURCES / "variant.cpp", work / f"{isa}.o")
-            for isa, flags in _variants().items()
+            isa: _start(
+                [compiler, *common_flags, *own, f"-DKVERN_ISA={isa}"],
+                SOURCES / "variant.cpp",
+                work / f"{isa}.o",
+            )
+            for isa, own in _variants().items()
+            if only is None or isa in only
         }
         errors = {isa: job.communicate()[1] for isa, job in jobs.items() if job is not None}
         built = [isa for isa, job in jobs.items() if job.returncode == 0]
@@ -116,19 +137,16 @@ def _compile(target: Path) -> None:
         have = [f"-DHAVE_{isa}" for isa in built]
         linked = work / "kernels.so"
         objects = [str(work / f"{isa}.o") for isa in built]
-        common = [str(SOURCES / f"{name}.cpp") for name in ("kernels", "decoder", "pool", "measure")]
-        link = [compiler, *FLAGS, *have, "-shared", "-o", str(linked), *common, *objects]
+        common = [str(SOURCES / f"{name}.cpp") for name in ("kernels", "decoder", "moe", "pool", "measure")]
+        link = [compiler, *common_flags, *have, "-shared", "-o", str(linked), *common, *objects]
         done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[-400:]}")
         beside = target.with_suffix(f".{os.getpid()}.tmp")
         shutil.copy(linked, beside)
         os.replace(beside, target)
-    for old in target.parent.glob("_kernels-*.so"):
-        if old != target:
-            old.unlink(missing_ok=True)
 
 
-def _start(compiler: str, flags: list[str], source: Path, target: Path) -> subprocess.Popen[str]:
-    command = [compiler, *FLAGS, *flags, "-c", str(source), "-o", str(target)]
+def _start(command: list[str], source: Path, target: Path) -> subprocess.Popen[str]:
+    command = [*command, "-c", str(source), "-o", str(target)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -51,6 +51,19 @@ class PackedLinear:
         return sum(x.nbytes for x in tensors)
 
 
+class Projection(ctypes.Structure):
+    """A packed linear layer as the structures of whole layers hold it (csrc/abi.h)."""
+
+    _fields_ = [
+        *[("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)],
+        *[("type", ctypes.c_int64), ("n", ctypes.c_int64), ("k", ctypes.c_int64)],
+    ]
+
+
+def projection(p: PackedLinear) -> Projection:
+    return Projection(p.address, p.bias_address, p.type, p.out_features, p.in_features)
+
+
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | reference.PackedLinear:
     """Repack weight [N, K] (float32, bfloat16; float16 is widened to float32) and bias [N] once.
 
@@ -354,6 +367,24 @@ def run_stack(layers: ctypes.Array[Any], count: int, step: ctypes.Structure) -> 
         )
 
 
+def run_route(logits: Tensor, top_k: int, options: tuple[Any, ...], weights: Tensor, ids: Tensor) -> None:
+    """See cpu_moe.moe_route."""
+    _library.kvern_moe_route(
+        *(_threads(), logits.data_ptr(), *logits.shape, top_k, *options, weights.data_ptr(), ids.data_ptr())
+    )
+
+
+def run_experts(
+    experts: ctypes.Structure, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor | None, out: Tensor
+) -> None:
+    """See cpu_moe.fused_moe."""
+    _library.kvern_moe(
+        *(_threads(), ctypes.byref(experts), x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0]),
+        *(weights.data_ptr(), ids.data_ptr(), ids.shape[1]),
+        *(None if counts is None else counts.data_ptr(), out.data_ptr()),
+    )
+
+
 def cache_layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int64]:
     """Shape and strides of a cache for the library, kept on the tensor since they never change."""
     known = getattr(k_cache, "_kvern_layout", None)
@@ -371,4 +402,12 @@ def cache_layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int6
 
 # Last, since they build on the ops above.
 from kvern_kernels.cpu_decoder import pack_decoder, run_decoder  # noqa: E402, F401
-from kvern_kernels.cpu_quant import pack_awq, pack_gguf, pack_gptq, pack_int8, pack_mxfp4  # noqa: E402, F401
+from kvern_kernels.cpu_moe import fused_moe, moe_route, pack_experts  # noqa: E402, F401
+from kvern_kernels.cpu_quant import (  # noqa: E402, F401
+    pack_awq,
+    pack_fp8,
+    pack_gguf,
+    pack_gptq,
+    pack_int8,
+    pack_mxfp4,
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,10 @@ from kvern_kernels import cpu
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 
 
-class _Projection(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("type", c_int64), ("n", c_int64), ("k", c_int64)]
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
-        *[(name, _Projection) for name in ("qkv", "o", "gate_up", "down")],
+        *[(name, cpu.Projection) for name in ("qkv", "o", "gate_up", "down")],
         *[(name, c_void_p) for name in ("keys", "values", "shape")],
         ("window", c_int64),
     ]
@@ -76,15 +71,12 @@ def _fits(layer: DecoderLayer, first: DecoderLayer) -> bool:
 
 
 def _struct(layer: DecoderLayer) -> _Layer:
-    def projection(p: Any) -> _Projection:
-        return _Projection(p.address, p.bias_address, p.type, p.out_features, p.in_features)
-
     def address(x: Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
     return _Layer(
         *(address(x) for x in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)),
-        *(projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(cpu.projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
         *(layer.keys.data_ptr(), layer.values.data_ptr()),
         ctypes.addressof(cpu.cache_layout(layer.keys, layer.values)),
         layer.window,

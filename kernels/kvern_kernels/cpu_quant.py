@@ -125,6 +125,16 @@ def pack_int8(
     return _packed(codes, 8, group, _Kind.FLOAT_ZERO, [scales], bias, 128, activation_bits=bits)
 
 
+def pack_fp8(
+    weight: Tensor, scales: Tensor, bias: Tensor | None = None, activations: str | None = None
+) -> cpu.PackedLinear | reference.PackedLinear:
+    """See reference_quant.pack_fp8, which serves where x is to be quantized too. CPUs have no fp8 products: scale times
+    weight is kept in bfloat16, two bytes a weight. e5m2 weights are taken alike.
+    """
+    packed = reference_quant.pack_fp8(weight, scales, bias, activations)
+    return packed if activations else cpu.pack_linear(packed.weight.bfloat16(), bias)
+
+
 def pack_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> cpu.PackedLinear:
     """See reference_quant.pack_mxfp4: twice the e2m1 values are integers from −12 to 12."""
     table = torch.tensor([int(2 * v) for v in reference_quant.E2M1], dtype=torch.uint8)

@@ -74,6 +74,7 @@ def test_one_call_is_the_ops_one_by_one(dtype: torch.dtype, qk_norm: bool, gguf:
     fused, layers = make(cpu, dtype, qk_norm, gguf)
     single, _ = make(cpu, dtype, qk_norm, gguf)
     plain, _ = make(reference, dtype, qk_norm, gguf)
+    wide, _ = make(reference, torch.float32, qk_norm, gguf)
     assert fused.structs is not None
     for step in steps(dtype):
         given = step[0].clone()
@@ -81,11 +82,14 @@ def test_one_call_is_the_ops_one_by_one(dtype: torch.dtype, qk_norm: bool, gguf:
         for a, b in zip(actual, decoder.run_layers(cpu, single, *step), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(step[0], given)
-        expected = sum(part.float() for part in reference.run_decoder(plain, *step))
-        tolerance = 1e-4 if dtype == torch.float32 else 0.15
-        torch.testing.assert_close(
-            sum(part.float() for part in actual), expected, rtol=tolerance, atol=tolerance
+        got, expected = (
+            sum(p.float() for p in parts) for parts in (actual, reference.run_decoder(plain, *step))
         )
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        else:  # layers amplify each rounding: as near to what is true as the reference is
+            true = sum(reference.run_decoder(wide, step[0].float(), *step[1:]))
+            assert (got - true).norm() < 1.5 * (expected - true).norm() < 0.1 * true.norm()
     for a, b in zip(layers, single.layers, strict=True):
         assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
 

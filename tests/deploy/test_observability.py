@@ -135,9 +135,10 @@ def test_every_panel_shows_data(stack: tuple[Running, int], prometheus: httpx.Cl
 
     def reachable() -> bool:
         try:
-            return prometheus.get("/query", params={"query": "up"}).json()["data"]["result"] != []
+            answer = prometheus.get("/query", params={"query": "up"})
         except httpx.TransportError:
             return False
+        return answer.status_code == 200 and answer.json()["data"]["result"] != []  # 503 while it starts
 
     until(reachable, "prometheus answers")
     deadline = time.monotonic() + 60

@@ -225,6 +225,19 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "DeepSeek-V3": Family("DeepseekV3", DEEPSEEK),
+    "Llama 4, text": Family(
+        "Llama4Text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+        "Llama4ForCausalLM",
+    ),
     # Families without a file: transformers' own code.
     "Cohere": Family("Cohere", {"logit_scale": 0.5}),
     "Starcoder 2": Family("Starcoder2", {"sliding_window": 8}),

@@ -19,6 +19,7 @@ from worker.mini_scheduler import generate
 
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2
+from kvern_worker import loading
 from kvern_worker.weights.checkpoint import Checkpoint, bundled_model, open_checkpoint
 from kvern_worker.weights.dequantize import dequantize_into
 from kvern_worker.weights.gguf_file import TENSOR_TYPES, GgufFile
@@ -133,6 +134,20 @@ def test_safetensors_are_the_same_however_they_are_read(
         assert torch.equal(out, tensors[name]), name
     # Nothing of a shard stays in memory once all of it was read.
     assert source._whole == {}
+
+
+def test_too_little_memory_is_told_by_its_parts(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_checkpoint(checkpoint("llama"))
+    parts = loading.weight_parts(opened, torch.float32)
+    assert parts["embedding and head"] == 2 * 263 * 144 * 4
+    total = sum(tensor.nbytes for tensor in load_file(checkpoint("llama") / "model.safetensors").values())
+    assert sum(parts.values()) == total == loading.weight_bytes(opened, torch.float32)
+    monkeypatch.setattr(loading, "available_memory", lambda: total)
+    with pytest.raises(
+        KvernError, match=r"embedding and head .* experts 0.00, other layers .* KV block .* free"
+    ) as caught:
+        load_executor(checkpoint("llama"))
+    assert caught.value.limit == str(total)
 
 
 def test_an_unknown_strategy_is_refused(checkpoint: Folders) -> None:

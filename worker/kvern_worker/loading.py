@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,27 +150,53 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> K
     """Before the weights are read, so that what cannot fit fails at once."""
     config = checkpoint.config
     available, weights = available_memory(), weight_bytes(checkpoint, dtype)
-    if weights > available:
-        raise invalid(
-            "model",
-            f"the weights take {weights / GIB:.2f} GiB as {dtype} and {available / GIB:.2f} GiB are free",
-            value=weights,
-            limit=available,
-        )
     per_block = block_bytes(
         config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype
     )
+    if weights + per_block > available:
+        name, parts = str(dtype).removeprefix("torch."), weight_parts(checkpoint, dtype)
+        shares = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+        raise invalid(
+            "model",
+            f"too little memory: the weights take {weights / GIB:.2f} GiB as {name} ({shares}), a KV block of "
+            f"{options.block_size} tokens {per_block / GIB:.4f} GiB, and {available / GIB:.2f} GiB are free; choose a "
+            "smaller --dtype or model, or free memory",
+            value=weights + per_block,
+            limit=available,
+        )
     pool = kv_bytes(options.kv_cache_memory_bytes, options.gpu_memory_utilization, available, weights)
+    if weights + pool > available:
+        log.warning(
+            "phase=memory weights=%d kv_cache=%d free=%d reason=%r",
+            *(
+                weights,
+                pool,
+                available,
+                "the KV cache reaches beyond what is free, and may be swapped or killed",
+            ),
+        )
     return size_kv(pool, per_block, options.block_size, options.max_model_len, config.max_positions)
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """What the weights will take in memory."""
+    return sum(weight_parts(checkpoint, dtype).values())
+
+
+def weight_parts(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
+    """The same by what they belong to."""
     config = checkpoint.config
-    count = sum(prod(info.shape) for info in checkpoint.source.infos.values())
+    parts = {"embedding and head": 0, "experts": 0, "other layers": 0}
+    for name, info in checkpoint.source.infos.items():
+        count = prod(info.shape)
+        # One byte an element: quantized, and kept so.
+        size = info.num_bytes if info.num_bytes == count else count * dtype.itemsize
+        ends = not re.search(r"\.\d+\.", name) and len(info.shape) > 1
+        parts["embedding and head" if ends else "experts" if "experts" in name else "other layers"] += size
     if config.tie_word_embeddings:
-        count += config.vocab_size * config.hidden_size  # the packed head, beside the embedding
-    return count * dtype.itemsize
+        # The packed head, beside the embedding.
+        parts["embedding and head"] += config.vocab_size * config.hidden_size * dtype.itemsize
+    return parts
 
 
 @torch.inference_mode()

@@ -20,6 +20,8 @@ class SelfAttention:
     ``qkv`` projects to the query, key and value heads one after the other. ``cos_sin``: [positions, rotary] float32,
     rotary 0 where positions aren't rotated. ``q_norm``, ``k_norm``: [head_dim], an RMS norm of each head.
     ``q_whole_norm``, ``k_whole_norm``: norms of all heads together. ``sinks``: [heads] float32, the score of a key without a value.
+    ``interleaved``: components 2i and 2i + 1 turn together, instead of the two halves. ``temperature``: [positions], a
+    factor on queries.
     """
 
     qkv: kernels.PackedLinear
@@ -36,6 +38,8 @@ class SelfAttention:
     q_whole_norm: Norm | None = None
     k_whole_norm: Norm | None = None
     sinks: Tensor | None = None
+    interleaved: bool = False
+    temperature: Tensor | None = None
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         kv_heads, dim = self.keys.shape[1], self.keys.shape[3]
@@ -45,8 +49,11 @@ class SelfAttention:
         if self.q_whole_norm is not None and self.k_whole_norm is not None:
             q, k = self.q_whole_norm(q), self.k_whole_norm(k)
         q, k, v = (part.unflatten(1, (-1, dim)) for part in (q, k, v))
+        if self.temperature is not None:
+            q = (q * self.temperature[step.positions, None, None]).to(q.dtype)
         q = kernels.rope_and_store(
             *(q, k, v, step.positions, self.cos_sin, step.slot_mapping, self.keys, self.values),
+            interleaved=self.interleaved,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
@@ -74,6 +81,7 @@ def load_self_attention(
     q_whole_norm: Norm | None = None,
     k_whole_norm: Norm | None = None,
     sinks: Tensor | None = None,
+    interleaved: bool = False,
 ) -> SelfAttention:
     """``q_proj``, ``k_proj``, ``v_proj`` (or ``qkv_proj``, if ``fused``), ``o_proj``, and per-head norms where the
     configuration has them. ``scale``: 1/√head_dim by default."""
@@ -101,4 +109,5 @@ def load_self_attention(
         q_whole_norm=q_whole_norm,
         k_whole_norm=k_whole_norm,
         sinks=sinks,
+        interleaved=interleaved,
     )

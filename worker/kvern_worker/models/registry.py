@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "Llama4ForCausalLM": "llama4",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GPT2LMHeadModel": "gpt2",
 }

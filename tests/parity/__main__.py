@@ -10,25 +10,28 @@ import transformers
 from parity.families import FAMILIES, Family
 from parity.family_check import Parity, check
 
+from kvern_worker.models.registry import known
+
 TABLE = Path(__file__).with_name("PARITY.md")
 HEAD = f"""# Parity with transformers
 
 Made by `make parity` with transformers {transformers.__version__}: for every family a tiny random checkpoint in float32,
 and 20 random prompts of 9 to 60 tokens with 32 tokens of greedy output each. Every token is transformers' own (or ties with
-it within 1e-4) when prompts are cut into chunks of at most 32 tokens and mixed with decodes, and the same bits come alone,
-all in one batch, after prefix hits and after preemption.
+it within 1e-4) when prompts are cut into chunks of at most 32 tokens and mixed with decodes, and the same tokens come alone,
+all in one batch, after prefix hits and after preemption; the same bits of log-probabilities, too, where "bits" says so.
 
 * **log-probability**: the largest difference to transformers', over the whole vocabulary at every position of 3 prompts
 * **gap**: by how much transformers' best logit exceeds the chosen token's at the worst position; 0: always its arg max
 
-| family | architecture | tokens | log-probability | gap | tokens from prefix hits | preemptions |
-|---|---|---|---|---|---|---|
+| family | architecture | code | tokens | log-probability | gap | bits | tokens from prefix hits | preemptions |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
 def row(name: str, family: Family, found: Parity) -> str:
     return (
-        f"| {name} | {family.architecture} | {found.tokens} | {found.logit_error:.1e} | {found.worst_gap:.1e} "
+        f"| {name} | {family.architecture} | {'ours' if family.architecture in known() else 'transformers'} "
+        f"| {found.tokens} | {found.logit_error:.1e} | {found.worst_gap:.1e} | {'same' if family.exact else 'not compared'} "
         f"| {found.prefix_hits} | {found.preemptions} |"
     )
 

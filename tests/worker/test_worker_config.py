@@ -158,14 +158,26 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
         load_hf_config(tmp_path)
 
 
-def test_class_defaults_equal_transformers() -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3", "Olmo2", "Granite"),
+        *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss", "DeepseekV3"),
+    ],
+)
+def test_class_defaults_equal_transformers(family: str) -> None:
     """What config.json leaves out means the default of the family's own class."""
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
-        expected = getattr(transformers, f"{family}Config")()
-        found = parsed({**RAW, "architectures": [f"{family}ForCausalLM"], "num_attention_heads": 4})
-        assert found.max_positions == expected.max_position_embeddings
-        assert found.rms_norm_eps == expected.rms_norm_eps
-        assert found.tie_word_embeddings == expected.tie_word_embeddings
+    expected = getattr(transformers, f"{family}Config")()
+    found = parsed({**RAW, "architectures": [f"{family.removesuffix('Text')}ForCausalLM"]})
+    assert found.max_positions == expected.max_position_embeddings
+    assert found.rms_norm_eps == expected.rms_norm_eps
+    assert found.tie_word_embeddings == expected.tie_word_embeddings
+    ropes = expected.rope_parameters
+    assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if (routing := getattr(found, "routing", None)) is not None:
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next(getattr(expected, name) for name in experts if hasattr(expected, name))
+        assert (routing.num_experts, routing.top_k) == (count, expected.num_experts_per_tok)
 
 
 def test_dtype_auto() -> None:

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from worker.conftest import COMMON, load_executor
 from worker.mini_scheduler import generate
+from worker.test_worker_parity import assert_greedy
 
 from kvern.errors import KvernError
 from kvern_worker.config import HfConfig
@@ -131,3 +132,26 @@ def test_the_fallback_names_what_is_missing(olmo: Path, tmp_path: Path) -> None:
 def test_the_fallback_serves_random_weights(olmo: Path) -> None:
     outputs = generate(load_executor(olmo, load_format="dummy"), PROMPTS, 4)
     assert [len(output) for output in outputs] == [4, 4, 4]
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_served(tmp_path: Path) -> None:
+    text = {**SMALL, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    torch.manual_seed(2)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, eos_token_id=2)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            parameter.normal_(0.0, 0.2)
+    model.save_pretrained(tmp_path)
+    executor = load_executor(tmp_path)
+    assert executor.describe().model.architecture == "Gemma3ForCausalLM"
+    for prompt, output in zip(PROMPTS, generate(executor, PROMPTS, 8), strict=True):
+        assert_greedy(model, prompt, output)

@@ -54,6 +54,13 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
 }
 
+# Models that see images, of which the text part is served.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+
 
 class Model(Protocol):
     """Weights on their KV cache."""
@@ -118,6 +125,8 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> tuple[Model
 
 def parse_hf_config(raw: HfConfig) -> tuple[ModelFile, ModelConfig]:
     """Raises KvernError naming the key at fault."""
+    if raw.architecture in TEXT_PARTS and "text_config" in raw:
+        raw = _text_part(raw)
     file = file_of(raw)
     method = (raw.get("quantization_config") or {}).get("quant_method", "")
     if method and method not in getattr(file, "QUANTIZATIONS", ()):
@@ -127,6 +136,19 @@ def parse_hf_config(raw: HfConfig) -> tuple[ModelFile, ModelConfig]:
             value=method,
         )
     return file, file.parse(raw)
+
+
+def _text_part(raw: HfConfig) -> HfConfig:
+    """The configuration of the text part, with what only the whole one says."""
+    text = {"architectures": [TEXT_PARTS[raw.architecture]]}
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    outer = {key: raw[key] for key in shared if key in raw}
+    return HfConfig(
+        {**raw["text_config"], **outer, **text},
+        raw.eos_token_ids or token_ids(raw["text_config"].get("eos_token_id")),
+        raw.folder,
+        raw.trust_remote_code,
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES, ModelConfi
 from kvern_worker.models.registry import ModelFile, find, load_hf_config
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
-from kvern_worker.weights.source import DummySource, TensorSource
+from kvern_worker.weights.source import DummySource, TensorSource, text_part
 
 # Format → (its index file, patterns of its weight files).
 _FOLDER_FORMATS = {
@@ -78,10 +78,10 @@ def open_checkpoint(
     if kind == "safetensors":
         from kvern_worker.weights.safetensors_source import SafetensorsSource
 
-        return Checkpoint(path, kind, file, config, SafetensorsSource(files, strategy))
+        return Checkpoint(path, kind, file, config, text_part(SafetensorsSource(files, strategy)))
     from kvern_worker.weights.torch_source import TorchSource
 
-    return Checkpoint(path, kind, file, config, TorchSource(files))
+    return Checkpoint(path, kind, file, config, text_part(TorchSource(files)))
 
 
 def _gguf_file(path: Path, load_format: str) -> Path | None:

@@ -74,6 +74,28 @@ class DummySource(TensorSource):
             out.copy_(torch.empty(out.shape).normal_(0.0, 0.02, generator=generator))
 
 
+class TextPart(TensorSource):
+    """The tensors of ``whole`` under "language_model.", without that prefix: of a model that sees images, its text part."""
+
+    PREFIX = "language_model."
+
+    def __init__(self, whole: TensorSource) -> None:
+        self._whole = whole
+        self.infos = {
+            name.removeprefix(self.PREFIX): info
+            for name, info in whole.infos.items()
+            if name.startswith(self.PREFIX)
+        }
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self._whole.read_into(self.PREFIX + name, out)
+
+
+def text_part(source: TensorSource) -> TensorSource:
+    """``source``, or its text part where it has one."""
+    return TextPart(source) if any(name.startswith(TextPart.PREFIX) for name in source.infos) else source
+
+
 def broken_file(file: Path, error: Exception) -> KvernError:
     """A file that its own format's reader rejects."""
     return invalid(

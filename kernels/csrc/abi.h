@@ -5,7 +5,7 @@
 
 namespace kvern {
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, QUANTIZED = 3 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, QUANTIZED = 3, E4M3 = 16, E5M2 = 17, I8 = 18 };
 constexpr int64_t TYPE_BYTES[] = {4, 2, 2};
 
 // Rows of heads, or of plain vectors: element (t, h, d) lies at data + t * row + h * head + d.
@@ -61,17 +61,19 @@ struct Projection {
   int64_t type, n, k;
 };
 
-// Keys [blocks, heads, block_size, dim], the strides as given; values likewise, all of one type.
+// Keys [blocks, heads, block_size, dim], the strides as given; values likewise with value_dim, all of one type.
+// I8: behind the codes of a block and head, block_size float32 scales, one for each token.
 struct Cache {
   void *keys, *values;
   int64_t key_strides[4], value_strides[4];
-  int64_t blocks, heads, block_size, dim;
+  int64_t blocks, heads, block_size, dim, value_dim;
   Type type;
 };
 
 struct Attention {
   Rows q;
-  void* out;  // [tokens, query_heads, dim] contiguous, q's type
+  void* out;   // [tokens, query_heads, value_dim] contiguous, q's type
+  float* lse;  // [tokens, query_heads], or null
   int64_t query_heads;
   Cache cache;
   const int32_t* block_tables;
@@ -79,8 +81,9 @@ struct Attention {
   const int32_t* query_start;
   const int32_t* seq_lens;
   int64_t sequences;
-  float scale, softcap;
+  float scale, value_scale, softcap;  // value_scale multiplies the result
   int64_t window;
+  const float *slopes, *sinks;  // of ALiBi, and logits of a key without a value; [query_heads] or null
   int threads;
 };
 
@@ -134,7 +137,7 @@ constexpr int OK = 0, OUT_OF_RANGE = 1;
 
 // The ops of the variant in use.
 const Ops& active();
-// A cache from its shape: blocks, heads, block_size, dim, type, four strides of keys, four of values.
+// A cache from its shape: blocks, heads, block_size, dim, value_dim, type, four strides of keys, four of values.
 Cache cache_of(void* keys, void* values, const int64_t* shape);
 // Whether every index that a call would follow stays inside its tensor.
 bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks);

@@ -58,8 +58,8 @@ struct Runner {
   }
   Attention attention(const Layer& l, const void* q, void* out) const {
     const Cache cache = cache_of(l.keys, l.values, l.shape);
-    return {{q, s.query_heads * cache.dim, cache.dim, type}, out, s.query_heads, cache, s.tables, s.table_row,
-            s.query_start, s.seq_lens, s.sequences, s.scale, s.softcap, l.window, threads};
+    return {{q, s.query_heads * cache.dim, cache.dim, type}, out, nullptr, s.query_heads, cache, s.tables, s.table_row,
+            s.query_start, s.seq_lens, s.sequences, s.scale, 1.0f, s.softcap, l.window, nullptr, nullptr, threads};
   }
 
   void run(const Layer* layers, int64_t count) const {

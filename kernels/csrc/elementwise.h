@@ -2,7 +2,7 @@
 #pragma once
 
 #include "abi.h"
-#include "simd.h"
+#include "kv_types.h"
 
 namespace KVERN_ISA {
 
@@ -27,6 +27,7 @@ INLINE void typed(kvern::Type type, const void* p, F f) {
     case kvern::F32: return f((const float*)p);
     case kvern::BF16: return f((const bf16*)p);
     case kvern::F16: return f((const f16*)p);
+    default: return;
   }
 }
 
@@ -135,17 +136,30 @@ INLINE void load_head(const kvern::Rows& rows, int64_t token, int64_t head, floa
   });
 }
 
-// One head of one token into its slot of a cache, whatever its layout.
-INLINE void store_head(const float* x, void* cache, const int64_t* strides, const kvern::Cache& c, int64_t slot,
-                       int64_t head) {
-  int64_t at = slot / c.block_size * strides[0] + head * strides[1] + slot % c.block_size * strides[2];
-  typed(c.type, cache, [&](auto* data) {
-    using T = plain<decltype(*data)>;
-    T* to = (T*)data + at;
-    by_lanes(c.dim, [&](int64_t d, int count) {
-      if (strides[3] == 1) return put(to + d, get(x + d, count), count);
+// One head of one token, x[dim], into its slot of a cache, whatever its layout.
+INLINE void store_head(const float* x, int64_t dim, void* cache, const int64_t* strides, const kvern::Cache& c,
+                       int64_t slot, int64_t head) {
+  const int64_t block = slot / c.block_size * strides[0] + head * strides[1], offset = slot % c.block_size;
+  typed_cache(c.type, cache, [&]<class T>(T* data) {
+    V16 factor = set1(1.0f);
+    if constexpr (SCALED<T>) {
+      V16 sizes = zero(), doubt = zero();  // doubt: NaN if any element is not finite
+      by_lanes(dim, [&](int64_t d, int count) {
+        V16 v = get(x + d, count);
+        sizes = max(sizes, max(v, zero() - v));
+        doubt = fma(v, zero(), doubt);
+      });
+      const float largest = hmax(sizes), scale = largest / 127.0f + hsum(doubt);
+      memcpy((char*)(data + block) + dim * c.block_size + 4 * offset, &scale, 4);
+      factor = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    }
+    T* to = data + block + offset * strides[2];
+    by_lanes(dim, [&](int64_t d, int count) {
+      V16 v = get(x + d, count);
+      if constexpr (SCALED<T>) v = v * factor;
+      if (strides[3] == 1) return put(to + d, v, count);
       T lanes[LANES];
-      store(lanes, get(x + d, count));
+      store(lanes, v);
       for (int i = 0; i < count; ++i) to[(d + i) * strides[3]] = lanes[i];
     });
   });
@@ -173,9 +187,9 @@ static void rope_and_store(const kvern::Rope& a) {
       load_head(a.k, t, h, x, dim);
       norm_head(x, a, a.k_norm);
       rotate_head(x, a, cos_sin);
-      store_head(x, a.cache.keys, a.cache.key_strides, a.cache, slot, h);
-      load_head(a.v, t, h, x, dim);
-      store_head(x, a.cache.values, a.cache.value_strides, a.cache, slot, h);
+      store_head(x, dim, a.cache.keys, a.cache.key_strides, a.cache, slot, h);
+      load_head(a.v, t, h, x, a.cache.value_dim);
+      store_head(x, a.cache.value_dim, a.cache.values, a.cache.value_strides, a.cache, slot, h);
     }
   });
 }

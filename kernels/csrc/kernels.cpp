@@ -57,11 +57,12 @@ static const Ops* current = nullptr;
 static void add_variant(const Ops& ops) {
   Ops& v = variants[variant_count];
   v = ops;
-  if (!v.attention) {
+  if (!v.norm) {
     v = variants[variant_count - 1];
     v.name = ops.name;
     v.linear = ops.linear;
     v.dequantize = ops.dequantize;
+    if (ops.attention) v.attention = ops.attention;
   }
   current = &variants[variant_count++];
 }
@@ -128,9 +129,9 @@ bool tables_fit(const Attention& a, int64_t tokens, int64_t max_blocks) {
 }
 
 Cache cache_of(void* keys, void* values, const int64_t* shape) {
-  Cache c = {keys, values, {}, {}, shape[0], shape[1], shape[2], shape[3], (Type)shape[4]};
-  memcpy(c.key_strides, shape + 5, sizeof c.key_strides);
-  memcpy(c.value_strides, shape + 9, sizeof c.value_strides);
+  Cache c = {keys, values, {}, {}, shape[0], shape[1], shape[2], shape[3], shape[4], (Type)shape[5]};
+  memcpy(c.key_strides, shape + 6, sizeof c.key_strides);
+  memcpy(c.value_strides, shape + 10, sizeof c.value_strides);
   return c;
 }
 
@@ -203,12 +204,13 @@ EXPORT void kvern_linear(int threads, const void* x, int64_t x_row, int x_type, 
                    threads});
 }
 
-EXPORT int kvern_attention(int threads, const void* q, int64_t q_row, int64_t q_head, int q_type, void* out,
+EXPORT int kvern_attention(int threads, const void* q, int64_t q_row, int64_t q_head, int q_type, void* out, float* lse,
                            int64_t tokens, int64_t query_heads, void* keys, void* values, const int64_t* shape,
                            const int32_t* tables, int64_t table_row, int64_t max_blocks, const int32_t* query_start,
-                           const int32_t* seq_lens, int64_t sequences, float scale, float softcap, int64_t window) {
-  Attention a = {{q, q_row, q_head, (Type)q_type}, out, query_heads, cache_of(keys, values, shape), tables, table_row,
-                 query_start, seq_lens, sequences, scale, softcap, window, threads};
+                           const int32_t* seq_lens, int64_t sequences, float scale, float value_scale,
+                           float softcap, int64_t window, const float* slopes, const float* sinks) {
+  Attention a = {{q, q_row, q_head, (Type)q_type}, out, lse, query_heads, cache_of(keys, values, shape), tables,
+                 table_row, query_start, seq_lens, sequences, scale, value_scale, softcap, window, slopes, sinks, threads};
   if (!tables_fit(a, tokens, max_blocks)) return OUT_OF_RANGE;
   current->attention(a);
   return OK;
@@ -242,20 +244,21 @@ EXPORT void kvern_gate(int threads, const void* x, int64_t x_row, int type, void
   current->gate({{x, x_row, 0, (Type)type}, out, rows, inner, gelu != 0, threads});
 }
 
-// Block sources[i] → targets[i] of both caches, each block `bytes` long and contiguous.
-EXPORT int kvern_copy_blocks(void* keys, void* values, int64_t bytes, int64_t blocks, const int64_t* sources,
-                             const int64_t* targets, int64_t count) {
+// Block sources[i] → targets[i] of both caches, whose blocks are contiguous.
+EXPORT int kvern_copy_blocks(void* keys, void* values, int64_t key_bytes, int64_t value_bytes, int64_t blocks,
+                             const int64_t* sources, const int64_t* targets, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     if (sources[i] < 0 || sources[i] >= blocks || targets[i] < 0 || targets[i] >= blocks) return OUT_OF_RANGE;
   }
-  char* held = (char*)scratch(0, 2 * count * bytes);  // read all before writing any
+  const int64_t both = key_bytes + value_bytes;
+  char* held = (char*)scratch(0, count * both);  // read all before writing any
   for (int64_t i = 0; i < count; ++i) {
-    memcpy(held + 2 * i * bytes, (char*)keys + sources[i] * bytes, bytes);
-    memcpy(held + (2 * i + 1) * bytes, (char*)values + sources[i] * bytes, bytes);
+    memcpy(held + i * both, (char*)keys + sources[i] * key_bytes, key_bytes);
+    memcpy(held + i * both + key_bytes, (char*)values + sources[i] * value_bytes, value_bytes);
   }
   for (int64_t i = 0; i < count; ++i) {
-    memcpy((char*)keys + targets[i] * bytes, held + 2 * i * bytes, bytes);
-    memcpy((char*)values + targets[i] * bytes, held + (2 * i + 1) * bytes, bytes);
+    memcpy((char*)keys + targets[i] * key_bytes, held + i * both, key_bytes);
+    memcpy((char*)values + targets[i] * value_bytes, held + i * both + key_bytes, value_bytes);
   }
   return OK;
 }

@@ -229,6 +229,31 @@ INLINE V16 exp(V16 x) {
   p = fma(p, r * r, r + set1(1.0f));
   return zero_below(x, low, scale_by_power(p, n));
 }
+// 2^x for x up to 127, 1 exactly at 0, 0 below -126: a polynomial around the nearest integer, of degree 4 (3e-6,
+// for weights that become bfloat16) or 6 (rounding only).
+template <int DEGREE>
+INLINE V16 exp2(V16 x) {
+  static constexpr float C4[] = {1.0f, 0.693124175f, 0.240240991f, 0.0559064262f, 0.00958285294f};
+  static constexpr float C6[] = {1.0f,           0.693147182f,   0.240226477f,    0.0555033237f,
+                          0.00961843692f, 0.00133988750f, 0.000153533620f};
+  const float* c = DEGREE == 4 ? C4 : C6;
+  static_assert(DEGREE == 4 || DEGREE == 6);
+#if defined(__AVX512F__)
+  const V16 magic = set1(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the nearest integer
+  V16 sum = x + magic, r = x - (sum - magic);
+  V16 p = set1(c[DEGREE]);
+  UNROLL for (int i = DEGREE - 1; i >= 0; --i) p = fma(p, r, set1(c[i]));
+  __mmask16 kept = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN too, which stays NaN
+  __m512i power = _mm512_slli_epi32(_mm512_castps_si512(sum.v), 23);
+  return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(p.v), power))};
+#else
+  const V16 low = set1(-126.0f);
+  V16 clamped = max(x, low), n = round(clamped), r = clamped - n;
+  V16 p = set1(c[DEGREE]);
+  UNROLL for (int i = DEGREE - 1; i >= 0; --i) p = fma(p, r, set1(c[i]));
+  return zero_below(x, low, scale_by_power(p, n));
+#endif
+}
 INLINE V16 tanh(V16 x) { return set1(1.0f) - set1(2.0f) / (exp(x * set1(2.0f)) + set1(1.0f)); }
 
 // Up to 16 elements, for the ends of rows.

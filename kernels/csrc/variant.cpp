@@ -1,4 +1,4 @@
-// All ops for one instruction set, or only the linear layers where nothing else differs from a base.
+// All ops for one instruction set, or only those that multiply matrices where nothing else differs from a base.
 // Compiled once per variant with -DKVERN_ISA=name and its -m flags; no standard C++ headers, whose inline
 // functions could leak one variant's instructions into another.
 #include "abi.h"
@@ -7,8 +7,10 @@
 #if defined(__AMX_BF16__)
 #include "linear_int_amx.h"
 #endif
-#if !defined(KVERN_LINEAR_ONLY)
+#if !defined(KVERN_MATRIX_ONLY) || defined(__AVX512BF16__)
 #include "attention.h"
+#endif
+#if !defined(KVERN_MATRIX_ONLY)
 #include "elementwise.h"
 #endif
 
@@ -42,7 +44,9 @@ static void linear(const kvern::Linear& a) {
 namespace kvern {
 namespace KVERN_ISA {
 extern const Ops ops;
-#if defined(KVERN_LINEAR_ONLY)
+#if defined(KVERN_MATRIX_ONLY) && defined(__AVX512BF16__)
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, nullptr, nullptr, nullptr};
+#elif defined(KVERN_MATRIX_ONLY)
 const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, nullptr, nullptr, nullptr, nullptr};
 #else
 const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, ::KVERN_ISA::rope_and_store,

@@ -35,7 +35,7 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]]
-VNNI = [*AVX512, "-mavx512vnni", "-DKVERN_LINEAR_ONLY"]  # the other ops are those of avx512
+VNNI = [*AVX512, "-mavx512vnni", "-DKVERN_MATRIX_ONLY"]  # the other ops are those of avx512
 BF16 = [*VNNI, "-mavx512bf16"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 X86_VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": VNNI, "avx512_bf16": BF16, "avx512_amx": AMX}

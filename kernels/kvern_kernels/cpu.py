@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvern_kernels import library, reference
+from kvern_kernels import kv_cache, library, reference
 
 _library = library.load()
 NAME = f"cpu/{_library.kvern_variant().decode()}"
@@ -22,6 +22,7 @@ DEVICES = ("cpu",)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 QUANTIZED = 3
+KV_TYPES = TYPES | {torch.float8_e4m3fn: 16, torch.float8_e5m2: 17, torch.int8: 18}
 _HUGE_PAGE = 2 << 20
 _threads = torch.get_num_threads
 _linear, _norm, _gate = _library.kvern_linear, _library.kvern_norm, _library.kvern_gate
@@ -123,12 +124,15 @@ def new_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See reference.new_kv_cache; in huge pages, since attention reads blocks in any order."""
-    count = num_blocks * num_kv_heads * block_size * head_dim
-    keys = aligned(count, dtype).view(num_blocks, num_kv_heads, head_dim, block_size)
-    values = aligned(count, dtype).view(num_blocks, num_kv_heads, block_size, head_dim)
-    return keys.transpose(2, 3), values
+    pair = []
+    for dim, transposed in ((head_dim, True), (value_dim or head_dim, False)):
+        sizes = (num_blocks, num_kv_heads, block_size, dim)
+        memory = aligned(kv_cache.elements(*sizes, dtype), dtype)
+        pair.append(kv_cache.shape_memory(memory, *sizes, transposed))
+    return pair[0], pair[1]
 
 
 def aligned(count: int, dtype: torch.dtype) -> Tensor:
@@ -241,17 +245,18 @@ def rope_and_store(
     if q_norm is not None and k_norm is not None:
         same = same and q_norm.dtype == k_norm.dtype
     same = same and k_scale == v_scale == 1.0
-    if type_ is None or norm_type is None or not same or k_cache.dtype not in TYPES or q.shape[2] > 1024:
+    if type_ is None or norm_type is None or not same or k_cache.dtype not in KV_TYPES or q.shape[2] > 1024:
         return reference.rope_and_store(
             *(q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache, interleaved, q_norm, k_norm, eps),
             *(k_scale, v_scale),
         )
     q, k, v = _dense(q), _dense(k), _dense(v)
     tokens, heads, dim = q.shape
-    if k.shape != v.shape or k.shape[2] != dim or (k_cache.shape[1], k_cache.shape[3]) != k.shape[1:]:
+    cached = [(cache.shape[1], cache.shape[3]) for cache in (k_cache, v_cache)]
+    if k.shape[2] != dim or len(k) != len(v) or [k.shape[1:], v.shape[1:]] != cached:
         raise ValueError(
             f"rope_and_store: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and "
-            f"cache {tuple(k_cache.shape)} do not fit"
+            f"cache {tuple(k_cache.shape)}, {tuple(v_cache.shape)} do not fit"
         )
     q_row, q_head, _ = q.stride()
     k_row, k_head, _ = k.stride()
@@ -292,8 +297,7 @@ def paged_attention(
 ) -> Tensor:
     """See reference.paged_attention. Raises ValueError when a length or block id is out of range."""
     type_ = TYPES.get(q.dtype)
-    plain = alibi is None and sinks is None and lse is None and k_scale == v_scale == 1.0
-    if type_ is None or k_cache.dtype not in TYPES or not plain:
+    if type_ is None or k_cache.dtype not in KV_TYPES:
         return reference.paged_attention(
             *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap),
             *(alibi, sinks, k_scale, v_scale, lse),
@@ -308,12 +312,19 @@ def paged_attention(
         )
     check_tables(block_tables, query_start, seq_lens)
     q_row, q_head, _ = q.stride()
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+    out = torch.empty((tokens, heads, v_cache.shape[3]), dtype=q.dtype)
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != (tokens, heads) or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be float32 [{tokens}, {heads}] and dense, not {lse.dtype} {list(lse.shape)}"
+        )
     status = _attention(
-        *(_threads(), q.data_ptr(), q_row, q_head, type_, out.data_ptr(), tokens, heads),
+        *(_threads(), q.data_ptr(), q_row, q_head, type_, out.data_ptr(), _address(lse), tokens, heads),
         *(k_cache.data_ptr(), v_cache.data_ptr(), cache_layout(k_cache, v_cache), block_tables.data_ptr()),
         *(block_tables.stride(0), block_tables.shape[1], query_start.data_ptr(), seq_lens.data_ptr()),
-        *(seq_lens.shape[0], scale, softcap, window),
+        *(seq_lens.shape[0], scale * k_scale, v_scale, softcap, window),
+        *(_per_head("alibi", alibi, heads), _per_head("sinks", sinks, heads)),
     )
     if status:
         raise ValueError(
@@ -323,14 +334,27 @@ def paged_attention(
     return out
 
 
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _per_head(name: str, x: Tensor | None, heads: int) -> int | None:
+    if x is not None and (x.dtype != torch.float32 or x.shape != (heads,) or not x.is_contiguous()):
+        raise ValueError(f"{name} must be float32 [{heads}] and dense, not {x.dtype} {list(x.shape)}")
+    return _address(x)
+
+
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """See reference.copy_blocks. Raises ValueError on a block id out of range."""
-    elements = k_cache[0].numel() if k_cache.shape[0] else 0
-    if k_cache.stride(0) != elements or v_cache.stride(0) != elements:
+    sizes = [
+        kv_cache.block_bytes(cache.shape[1], cache.shape[2], cache.shape[3], cache.dtype)
+        for cache in (k_cache, v_cache)
+    ]
+    if [k_cache.stride(0) * k_cache.itemsize, v_cache.stride(0) * v_cache.itemsize] != sizes:
         return reference.copy_blocks(k_cache, v_cache, sources, targets)
     sources, targets = sources.contiguous(), targets.contiguous()
     status = _copy(
-        *(k_cache.data_ptr(), v_cache.data_ptr(), elements * k_cache.itemsize, k_cache.shape[0]),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), *sizes, k_cache.shape[0]),
         *(sources.data_ptr(), targets.data_ptr(), sources.shape[0]),
     )
     if status:
@@ -390,11 +414,11 @@ def cache_layout(k_cache: Tensor, v_cache: Tensor) -> ctypes.Array[ctypes.c_int6
     known = getattr(k_cache, "_kvern_layout", None)
     if known is not None and known[0] == v_cache.data_ptr():
         return known[1]
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"the key cache {tuple(k_cache.shape)} differs from the value cache {tuple(v_cache.shape)}"
         )
-    values = [*k_cache.shape, TYPES[k_cache.dtype], *k_cache.stride(), *v_cache.stride()]
+    values = [*k_cache.shape, v_cache.shape[3], KV_TYPES[k_cache.dtype], *k_cache.stride(), *v_cache.stride()]
     layout = (ctypes.c_int64 * len(values))(*values)
     k_cache._kvern_layout = (v_cache.data_ptr(), layout)  # type: ignore[attr-defined]
     return layout

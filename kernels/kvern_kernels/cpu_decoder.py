@@ -65,7 +65,8 @@ def _fits(layer: DecoderLayer, first: DecoderLayer) -> bool:
         == [(p.out_features, p.in_features) for p in like]
         and all(norm.dtype == first.input_norm.dtype and norm.is_contiguous() for norm in norms)
         and first.input_norm.dtype in cpu.TYPES
-        and layer.keys.dtype in cpu.TYPES
+        and layer.keys.dtype in cpu.KV_TYPES
+        and layer.keys.shape == layer.values.shape
         and layer.keys.shape[3] <= 1024
     )
 

@@ -20,9 +20,10 @@ SIGNATURES: dict[str, list[type]] = {
         *[c_int64] * 3,
     ],
     "kvern_attention": [
-        *[c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64],
+        *[c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int64],
         *[c_void_p] * 4,
-        *[c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_int64],
+        *[c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_int64],
+        *[c_void_p] * 2,
     ],
     "kvern_rope_and_store": [
         c_int,
@@ -36,7 +37,7 @@ SIGNATURES: dict[str, list[type]] = {
         *[c_int64, c_int64, c_float],
     ],
     "kvern_gate": [c_int, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int],
-    "kvern_copy_blocks": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64],
+    "kvern_copy_blocks": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64],
     "kvern_decoder": [c_int, c_void_p, c_int64, c_void_p],
     "kvern_moe_route": [
         *[c_int, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_void_p],

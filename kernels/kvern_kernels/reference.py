@@ -7,7 +7,6 @@ D head size, I the inner width of an MLP.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern_kernels import kv_cache
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES as GGUF_BLOCK_BYTES
 from kvern_kernels.reference_gguf import dequantize_gguf as dequantize_gguf
@@ -127,7 +127,7 @@ def rope_and_store(
     v_scale: float = 1.0,
 ) -> Tensor:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] (after an RMS norm over D where a weight [D] is given),
-    write k and v at their slots (block * block_size + offset; -1 is skipped), return the rotated q.
+    write k and v [T, Hkv, Dv] at their slots (block * block_size + offset; -1 is skipped), return the rotated q.
 
     `cos_sin` [max_positions, R] float32: the first half of a row is cosines, the second sines; R ≤ D.
     """
@@ -156,13 +156,7 @@ def store_kv(
     block_size = k_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
     for cache, given, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        rows = given[kept].float() / scale
-        if cache.dtype == torch.float8_e4m3fn:
-            rows = rows.clamp(-448.0, 448.0)
-            # Indexed writes know no 8-bit floats; their bytes are as good.
-            cache.view(torch.uint8)[blocks, :, offsets] = rows.to(cache.dtype).view(torch.uint8)
-        else:
-            cache[blocks, :, offsets] = rows.to(cache.dtype)
+        kv_cache.write_tokens(cache, blocks, offsets, given[kept].float() / scale)
 
 
 def paged_attention(
@@ -181,7 +175,7 @@ def paged_attention(
     v_scale: float = 1.0,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, Hq, D] over the paged cache → [T, Hq, D].
+    """Causal attention of q [T, Hq, D] over the paged cache → [T, Hq, Dv], the values' head size.
 
     Sequence s owns query rows query_start[s] … query_start[s+1] (int32 [S+1]); they are the last of its
     seq_lens[s] keys (int32 [S]), which lie in blocks block_tables[s] (int32 [S, max_blocks]). A query
@@ -191,7 +185,7 @@ def paged_attention(
     v_scale. `lse` (float32 [T, Hq]), if given, receives the natural logarithm of what the exponentials
     sum to, sinks included.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v_cache.shape[3]))
     block_size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     group = q.shape[1] // kv_heads
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -202,7 +196,8 @@ def paged_attention(
             continue
         blocks = block_tables[s, : -(-length // block_size)].long()
         keys, values = (
-            cache[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1) * factor
+            kv_cache.read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+            * factor
             for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )  # [Hkv, length, D]
         queries = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, group))
@@ -258,8 +253,8 @@ def swiglu_and_mul(x: Tensor) -> Tensor:
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy block sources[i] onto targets[i] (int64 [n]); all sources are read before any is written."""
-    k_cache[targets] = k_cache[sources]
-    v_cache[targets] = v_cache[sources]
+    kv_cache.copy(k_cache, sources, targets)
+    kv_cache.copy(v_cache, sources, targets)
 
 
 def new_kv_cache(
@@ -269,26 +264,27 @@ def new_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Zeroed (keys, values), each of shape [num_blocks, Hkv, block_size, D]; memory is taken when first written.
+    """Zeroed (keys, values) as kv_cache describes them; on a CPU, memory is taken when first written. `value_dim`:
+    the head size of the values, where it differs."""
+    pair = []
+    for dim, transposed in ((head_dim, True), (value_dim or head_dim, False)):
+        sizes = (num_blocks, num_kv_heads, block_size, dim)
+        count = kv_cache.elements(*sizes, dtype)
+        if torch.device(device).type == "cpu":
+            pair.append(kv_cache.shape_memory(_untouched_zeros(count, dtype), *sizes, transposed))
+        else:
+            pair.append(kv_cache.shape_memory(torch.zeros(count, dtype=dtype, device=device), *sizes, False))
+    return pair[0], pair[1]
 
-    Keys lie transposed in memory, [num_blocks, Hkv, D, block_size], so that a vector register holds one
-    component of many keys; the tensor is a view with the usual shape.
-    """
-    if torch.device(device).type != "cpu":
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-    keys = _untouched_zeros((num_blocks, num_kv_heads, head_dim, block_size), dtype)
-    values = _untouched_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype)
-    return keys.transpose(2, 3), values
 
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _untouched_zeros(count: int, dtype: torch.dtype) -> Tensor:
     """Zeros that cost no memory yet: torch.zeros writes them, numpy's come from calloc. 64-byte aligned."""
-    size = math.prod(shape) * dtype.itemsize
+    size = count * dtype.itemsize
     buffer = np.zeros(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
-    return torch.from_numpy(buffer)[start : start + size].view(dtype).view(shape)
+    return torch.from_numpy(buffer)[start : start + size].view(dtype)
 
 
 def pack_decoder(

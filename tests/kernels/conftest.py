@@ -11,7 +11,7 @@ from kvern_kernels import cpu, library
 VARIANTS = library.variants(cpu._library)
 OWN_OPS = [
     name for name in VARIANTS if name not in ("avx512_vnni", "avx512_bf16", "avx512_amx")
-]  # those differ in linear only
+]  # those differ in linear layers and attention only
 
 
 @pytest.fixture(params=VARIANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ import torch
 
 from kvern.errors import invalid
 from kvern.v1 import model_pb2
+from kvern_kernels import kv_cache
 from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
@@ -49,6 +51,7 @@ class LoadOptions:
     served_model_name: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
@@ -74,12 +77,15 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
         progress.start(checkpoint.source.total_bytes)
     config, dtype = checkpoint.config, DTYPES[dtype_name]
-    size = _size(options, checkpoint, dtype)
+    kv_dtype_name = choose_kv_dtype(options.kv_cache_dtype, dtype_name)
+    kv_dtype = kv_cache.DTYPES[kv_dtype_name]
+    size = _size(options, checkpoint, dtype, kv_dtype)
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
         keep_quantized = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
     with _phase(
         "kv_cache",
+        dtype=kv_dtype_name,
         bytes=size.num_bytes,
         bytes_per_block=size.bytes_per_block,
         blocks=size.num_blocks,
@@ -89,7 +95,12 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         max_concurrency=f"{size.max_concurrency:.2f}",
     ):
         cache = KvCache(
-            config.num_layers, size.num_blocks, config.num_kv_heads, size.block_size, config.head_dim, dtype
+            config.num_layers,
+            size.num_blocks,
+            config.num_kv_heads,
+            size.block_size,
+            config.head_dim,
+            kv_dtype,
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
@@ -107,7 +118,8 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         max_model_len=size.max_model_len,
         eos_token_ids=config.eos_token_ids,
         num_parameters=loader.num_parameters,
-        digest=checkpoint.digest,
+        digest=hashlib.sha256(checkpoint.digest + f"{dtype_name} {kv_dtype_name}".encode()).digest(),
+        kv_cache_dtype=kv_dtype_name,
     )
     limits = Limits(
         options.max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block
@@ -146,12 +158,26 @@ def choose_dtype(requested: str, checkpoint: str, fast_bfloat16: bool) -> str:
     return requested
 
 
-def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> KvSize:
+def choose_kv_dtype(requested: str, dtype: str) -> str:
+    """A key of kv_cache.DTYPES: "auto" is the model's dtype, "fp8_e4m3" another name of fp8."""
+    own = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    chosen = own[dtype] if requested == "auto" else requested
+    chosen = {"fp8_e4m3": "fp8", **own}.get(chosen, chosen)
+    if chosen not in kv_cache.DTYPES:
+        raise invalid(
+            "kv_cache_dtype",
+            f"kv-cache-dtype {requested} is unknown; choose auto, {', '.join(kv_cache.DTYPES)}",
+            value=requested,
+        )
+    return chosen
+
+
+def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype) -> KvSize:
     """Before the weights are read, so that what cannot fit fails at once."""
     config = checkpoint.config
     available, weights = available_memory(), weight_bytes(checkpoint, dtype)
     per_block = block_bytes(
-        config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype
+        config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
     )
     if weights + per_block > available:
         name, parts = str(dtype).removeprefix("torch."), weight_parts(checkpoint, dtype)

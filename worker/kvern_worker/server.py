@@ -47,6 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--dtype", default="auto", choices=("auto", "float32", "float", "bfloat16", "float16", "half"))
     add(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="auto (that of --dtype), fp32, bf16, fp16, fp8 (e4m3), fp8_e5m2, or int8 with a scale for each token and "
+        "head",
+    )
+    add(
         "--max-model-len",
         type=_length,
         default="auto",
@@ -135,6 +142,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         served_model_name=args.served_model_name,
         load_format=args.load_format,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,

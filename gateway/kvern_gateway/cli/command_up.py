@@ -65,6 +65,9 @@ def up(
         ),
     ] = Fsync.always,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto (as --dtype), fp32, bf16, fp16, fp8, fp8_e5m2, int8")
+    ] = None,
     max_model_len: Annotated[str | None, typer.Option(help="Prompt plus output tokens, or auto")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block")] = None,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes of KV cache")] = None,

@@ -32,6 +32,7 @@ _LONGEST_SOCKET_NAME = "scheduler.sock"
 SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
     "worker": (
         "dtype",
+        "kv_cache_dtype",
         "max_model_len",
         "block_size",
         "kv_cache_memory_bytes",

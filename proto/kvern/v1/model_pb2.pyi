@@ -32,6 +32,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests use (`--served-model-name`)."""
     architecture: _builtins.str
@@ -43,9 +44,11 @@ class ModelInfo(_message.Message):
     """Prompt plus output tokens."""
     num_parameters: _builtins.int
     digest: _builtins.bytes
-    """SHA-256 over the weight files' names, sizes and configuration; equal on every rank of a group and on
-    every group of a cell.
+    """SHA-256 over the weight files' names, sizes and configuration, and over dtype and kv_cache_dtype; equal on
+    every rank of a group and on every group of a cell, so that all compute the same bits.
     """
+    kv_cache_dtype: _builtins.str
+    """fp32, bf16, fp16, fp8, fp8_e5m2, int8: what a KV block holds."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -59,10 +62,11 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_parameters: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,8 +55,8 @@ class Cell:
         ):
             raise KvernError(
                 error_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"a worker serves {model.name} (block size {block_size}), this cell {self.model.name} "
-                f"({self.block_size}): give all workers the same model and flags",
+                f"a worker serves {model.name} ({_kind(model)}, block size {block_size}), this cell "
+                f"{self.model.name} ({_kind(self.model)}, {self.block_size}): give all workers the same model and flags",
             )
         tokens = min(self.limits.max_num_batched_tokens, max_tokens)
         limits = replace(
@@ -303,3 +303,7 @@ class Cell:
             for sequence in request.sequences:
                 if self._rows[sequence.row] is not sequence:
                     raise IntegrityError(f"row {sequence.row} is not its sequence's")
+
+
+def _kind(model: model_pb2.ModelInfo) -> str:
+    return f"{model.dtype or 'unknown dtype'}, KV {model.kv_cache_dtype or 'unknown'}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
+from kvern_kernels import kv_cache
 
 
 @dataclass(slots=True)
@@ -67,5 +68,5 @@ class KvCache:
 def block_bytes(
     num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """What one block takes over all layers, keys and values."""
-    return 2 * num_layers * num_kv_heads * block_size * head_dim * dtype.itemsize
+    """What one block takes over all layers, keys and values, int8's scales included."""
+    return 2 * num_layers * kv_cache.block_bytes(num_kv_heads, block_size, head_dim, dtype)

@@ -342,7 +342,7 @@ class _Client:
 
 
 async def _num_commands(redis: Connection) -> int:
-    """Commands that the store has carried out since its statistics were reset, renewals of the lease left out."""
+    """Commands that the store has carried out since its statistics were reset."""
     stats = (await redis.call("INFO", "commandstats")).decode()
     counted = 0
     for line in stats.splitlines():

@@ -50,7 +50,7 @@ def test_recovery_costs_what_is_live_and_not_what_has_ended() -> None:
         assert result["blocks_known"] >= 10_000
     # Commits of steps are among them, as many as there was time for. To read what has ended would take 20,000 and 4 s.
     commands = ended["store_commands_until_leading"] - plain["store_commands_until_leading"]
-    assert commands < 2_000
+    assert commands < 10_000
     assert ended["cpu_s"] <= 2 * plain["cpu_s"]
     assert ended["ended_answer_s"] > 0
 

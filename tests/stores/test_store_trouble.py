@@ -174,3 +174,22 @@ def test_a_start_waits_for_a_store_that_will_come(own_server: StoreServer, tmp_p
     assert scheduler.log.read_text().count("it is full") == 1
     scheduler.process.terminate()
     assert scheduler.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("binary", SERVERS)
+async def test_a_store_that_was_restarted_since_the_last_read_is_not_away(
+    binary: str, tmp_path: Path
+) -> None:
+    server = StoreServer(SERVERS[binary], tmp_path)
+    store = RedisStore(server.url, "c")
+    try:
+        assert await store.find([("", "nobody")]) == []
+        server.kill()
+        server.start()
+        assert await store.find([("", "nobody")]) == []
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.find([("", "nobody")])
+    finally:
+        await store.close()
+        server.kill()

@@ -1,5 +1,5 @@
-"""One connection to Redis or Valkey: no pool, no retries (a commit must never be repeated without our knowing), one
-second of patience."""
+"""One connection to Redis or Valkey: no pool, one second of patience, and no retries but of reads (a commit must never
+be repeated without our knowing)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ class LibraryMissing(StoreUnavailable):
 
 
 class Connection:
-    """Commands of several tasks go one after another."""
+    """Commands of several tasks go one after another. ``reading``: all of them may be sent again, and are, once, where
+    the store has closed the connection since the last: a server that was restarted in between is there, not away."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, reading: bool = False) -> None:
+        self._reading = reading
         self._connection: Any = ConnectionPool.from_url(
             url,
             retry=Retry(NoBackoff(), 0),
@@ -53,26 +55,35 @@ class Connection:
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Sends the commands together, a few hundred at a time, and reads their answers. Raises StoreUnavailable; the
         connection is then a new one next time, so that a late answer is never taken for another's."""
-        connection, answers = self._connection, []
         async with self._lock:
-            try:
-                if not connection.is_connected:
-                    await connection.connect()
-                for start in range(0, len(commands), _BATCH):
-                    batch = commands[start : start + _BATCH]
-                    packed = (
-                        connection.pack_command(*batch[0])
-                        if len(batch) == 1
-                        else connection.pack_commands(batch)
-                    )
-                    await connection.send_packed_command(packed)
-                    answers += [await connection.read_response() for _ in batch]
-            except (RedisError, OSError, TimeoutError) as error:
-                await connection.disconnect()
-                raise explain(error) from error
-            except BaseException:
-                await connection.disconnect()
-                raise
+            if self._reading and self._connection.is_connected:
+                try:
+                    return await self._send(commands)
+                except StoreUnavailable as error:
+                    if not isinstance(
+                        error.__cause__, ConnectionError | BrokenPipeError | ConnectionResetError
+                    ):
+                        raise
+            return await self._send(commands)
+
+    async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        connection, answers = self._connection, []
+        try:
+            if not connection.is_connected:
+                await connection.connect()
+            for start in range(0, len(commands), _BATCH):
+                batch = commands[start : start + _BATCH]
+                packed = (
+                    connection.pack_command(*batch[0]) if len(batch) == 1 else connection.pack_commands(batch)
+                )
+                await connection.send_packed_command(packed)
+                answers += [await connection.read_response() for _ in batch]
+        except (RedisError, OSError, TimeoutError) as error:
+            await connection.disconnect()
+            raise explain(error) from error
+        except BaseException:
+            await connection.disconnect()
+            raise
         return answers
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ class RedisStore:
         self._source, self._version = functions or library()
         self._connection = Connection(url)
         # So that what is read beside commits does not hold them up.
-        self._reading = Connection(url)
+        self._reading = Connection(url, reading=True)
         self._loaded = False
         # What ``recent`` holds, one array a commit; None: not known yet.
         self._recent: list[npt.NDArray[Any]] | None = None

@@ -44,38 +44,44 @@ IMPLIED = {
 """Accepted without effect: why."""
 
 UNBUILT = {
-    "--all2all-backend": ("", "expert parallelism"),
-    "--cpu-offload-gb": ("0", "weight offload"),
+    "--all2all-backend": ("", "expert parallelism is"),
+    "--cpu-offload-gb": ("0", "weight offload is"),
     "--data-parallel-size": (
         "1",
-        "data parallel groups; start workers and name each to kvern-scheduler with --worker",
+        "groups by flag (start workers, and name each to kvern-scheduler with --worker) are",
     ),
-    "--dcp-comm-backend": ("", "context parallelism"),
-    "--decode-context-parallel-size": ("1", "context parallelism"),
-    "--enable-eplb": ("false", "expert load balancing"),
-    "--enable-expert-parallel": ("false", "expert parallelism"),
-    "--enable-lora": ("false", "LoRA"),
-    "--eplb-config": ("", "expert load balancing"),
-    "--expert-placement-strategy": ("linear", "expert parallelism"),
-    "--kv-offloading-backend": ("", "KV offload"),
-    "--kv-offloading-size": ("0", "KV offload"),
-    "--limit-mm-per-prompt": ("", "images"),
-    "--lora-modules": ("", "LoRA"),
-    "--mamba-block-size": ("", "state-space models"),
-    "--master-addr": ("", "groups across hosts"),
-    "--master-port": ("", "groups across hosts"),
-    "--max-lora-rank": ("", "LoRA"),
-    "--max-loras": ("", "LoRA"),
-    "--mm-processor-kwargs": ("", "images"),
-    "--nnodes": ("1", "groups across hosts"),
-    "--node-rank": ("0", "groups across hosts"),
-    "--offload-backend": ("", "weight offload"),
-    "--offload-group-size": ("0", "weight offload"),
-    "--offload-num-in-group": ("", "weight offload"),
-    "--offload-prefetch-step": ("", "weight offload"),
-    "--pipeline-parallel-size": ("1", "pipeline parallelism"),
-    "--prefill-context-parallel-size": ("1", "context parallelism"),
-    "--tensor-parallel-size": ("1", "tensor parallelism"),
+    "--dcp-comm-backend": ("", "context parallelism is"),
+    "--decode-context-parallel-size": ("1", "context parallelism is"),
+    "--enable-eplb": ("false", "expert load balancing is"),
+    "--enable-expert-parallel": ("false", "expert parallelism is"),
+    "--enable-lora": ("false", "LoRA is"),
+    "--eplb-config": ("", "expert load balancing is"),
+    "--expert-placement-strategy": ("linear", "expert parallelism is"),
+    "--kv-offloading-backend": ("", "KV offload is"),
+    "--kv-offloading-size": ("0", "KV offload is"),
+    "--limit-mm-per-prompt": ("", "images are"),
+    "--lora-modules": ("", "LoRA is"),
+    "--mamba-block-size": ("", "state-space models are"),
+    "--master-addr": ("", "groups across hosts are"),
+    "--master-port": ("", "groups across hosts are"),
+    "--max-lora-rank": ("", "LoRA is"),
+    "--max-loras": ("", "LoRA is"),
+    "--mm-processor-kwargs": ("", "images are"),
+    "--nnodes": ("1", "groups across hosts are"),
+    "--node-rank": ("0", "groups across hosts are"),
+    "--offload-backend": ("", "weight offload is"),
+    "--offload-group-size": ("0", "weight offload is"),
+    "--offload-num-in-group": ("", "weight offload is"),
+    "--offload-prefetch-step": ("", "weight offload is"),
+    "--pipeline-parallel-size": ("1", "pipeline parallelism is"),
+    "--prefill-context-parallel-size": ("1", "context parallelism is"),
+    "--quantization": ("", "quantizing at load (a checkpoint says itself how it is quantized) is"),
+    "--reasoning-parser": ("", "reasoning parsers are"),
+    "--speculative-config": ("", "speculative decoding is"),
+    "--tensor-parallel-size": ("1", "tensor parallelism is"),
+    "--api-key": ("", "API keys (put a proxy in front that checks them) are"),
+    "--enable-auto-tool-choice": ("false", "tool calls are"),
+    "--tool-call-parser": ("", "tool calls are"),
 }
 """Known and not there yet: the value that asks for nothing, and what is missing."""
 
@@ -113,9 +119,9 @@ def translate(argv: Sequence[str], known: Collection[str], switches: Collection[
             if word in switches and words and words[0].lower() in (*_TRUE, *_FALSE):
                 _switch(result, word, words.pop(0), known)
             continue
-        name, equals, value = word.partition("=")
+        spelled, equals, value = word.partition("=")
         given = [value] if equals else []
-        name = _resolve(name, known, result)
+        name = _resolve(spelled, known, result)
         if not given and name not in known and words and not words[0].startswith("-"):
             given = [words.pop(0)]
         if name in known:
@@ -134,7 +140,8 @@ def translate(argv: Sequence[str], known: Collection[str], switches: Collection[
         elif name in UNBUILT:
             neutral, what = UNBUILT[name]
             if not given or given[0].lower() != neutral:
-                raise ValueError(f"{' '.join([name, *given])}: {what} is not built yet; leave the flag out")
+                asked = name if name in (spelled, spelled.replace("_", "-")) else f"{spelled} (here {name})"
+                raise ValueError(f"{' '.join([asked, *given])}: {what} not built yet; leave the flag out")
             result.notes.append(f"{name} {neutral} has no effect: it is how things are")
         elif name in ELSEWHERE:
             raise ValueError(f"{name} belongs to another command: {ELSEWHERE[name]}")

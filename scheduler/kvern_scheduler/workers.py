@@ -284,7 +284,8 @@ class Worker:
             now = time.monotonic()
             group = self.group
             oldest = group.in_flight[0].step if group is not None and group.in_flight else None
-            if oldest is None or oldest != step:
+            # Until the claim is answered, it is what takes its time: its answer may be lost like a step's.
+            if self.ready and (oldest is None or oldest != step):
                 step, stuck_since = (-1 if oldest is None else oldest), now
             silent = 0 if self._heard else silent + 1
             self._heard = False

@@ -105,7 +105,10 @@ class Simulation:
         if not self.quiet:
             self.faults = Faults(self.cluster, window + 0.3, self.only)
         world.after(CHECK_S, self._check_now)
-        finished = world.run(self._finished, window + PATIENCE_S, MAX_EVENTS)
+        patience = (
+            PATIENCE_S + 100 * self.network.step_s
+        )  # where little fits into the cache, requests go one by one
+        finished = world.run(self._finished, window + patience, MAX_EVENTS)
         if not finished and not self.oracle.violations:
             waiting = [caller.spec.request_id for caller in self.callers if not caller.done]
             self.oracle.violated(f"no end in sight at {world.now:.1f} s; {', '.join(waiting)} wait")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +48,19 @@ def test_a_rolling_restart_is_nobodys_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
-    argv = [KVERN, "bench", "chaos", "--kind", "worker", "--clients", "2"]
+@pytest.mark.parametrize(
+    "launcher", [[], ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]], ids=["shell", "background"]
+)
+def test_a_run_that_is_cut_short_leaves_nothing_behind(launcher: list[str], tmp_path: Path) -> None:
+    """A shell starts its background jobs with SIGINT ignored."""
+    argv = [*launcher, KVERN, "bench", "chaos", "--kind", "worker", "--clients", "2"]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output)
     try:
         until(lambda: len(children(process.pid)) == 7, "all services have been started")
         started = children(process.pid)
         process.terminate()
-        assert process.wait(30) != 0
+        assert process.wait(30) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.wait()

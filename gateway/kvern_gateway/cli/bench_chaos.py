@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -75,8 +74,6 @@ class ChaosOptions:
 
 async def run(options: ChaosOptions) -> dict[str, Any]:
     """Raises ChildFailed, UsageError, TimeoutError where the services do not start or do not come back."""
-    # Everything is stopped on the way out.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     kept = chaos_stack.Kept()
     started = perf_counter()
     async with chaos_stack.running(options.model, options.workers, options.flags, kept) as chaos:

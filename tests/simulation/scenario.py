@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -37,8 +38,10 @@ _SIMULATED = (
     *(worker_service, worker_sim, leaders, open_requests, scheduler_client),
 )
 MAX_EVENTS = 200_000
-PATIENCE_S = 15.0
-"""Virtual seconds after the last fault within which everything must have finished."""
+PATIENCE_S, PATIENCE_STEPS = 6.0, 20
+"""Virtual seconds, and steps beside them, that may go by without progress once nothing fails any more. A step whose
+answer was lost is waited for for 3 s, and so may the claim after it be; computing a preempted sequence again shows no
+token for 8 steps."""
 CHECK_S = 0.05
 VOCABULARY = 997
 
@@ -54,10 +57,28 @@ class Report:
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    pause: float = 0.0
+    """The longest virtual time without progress after the last fault."""
     leaders: int = 0
     fenced: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
+
+
+class Progress:
+    """Knows when nothing has moved for ``patience`` seconds after ``last``, which may lie ahead: faults may last so
+    long."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.last = self.longest = 0.0
+        self._achieved = 0
+
+    def stalled(self, now: float, achieved: int) -> bool:
+        self.longest = max(self.longest, now - self.last)
+        if achieved != self._achieved:
+            self._achieved, self.last = achieved, max(self.last, now)
+        return now - self.last > self.patience
 
 
 class Simulation:
@@ -90,6 +111,7 @@ class Simulation:
         self.cluster = Cluster(world, self.network, self.store, self.oracle, self.sim)
         self.oracle.forgets = draw.random() < 0.15
         self.callers: list[Caller] = []
+        self.progress = Progress(PATIENCE_S + PATIENCE_STEPS * self.network.step_s)
         self.faults: Faults | None = None
         self.quiet = quiet
         self.only = only
@@ -104,14 +126,11 @@ class Simulation:
         self._make_callers(window)
         if not self.quiet:
             self.faults = Faults(self.cluster, window + 0.3, self.only)
+        self.progress.last = window + 0.3
         world.after(CHECK_S, self._check_now)
-        patience = (
-            PATIENCE_S + 100 * self.network.step_s
-        )  # where little fits into the cache, requests go one by one
-        finished = world.run(self._finished, window + patience, MAX_EVENTS)
+        finished = world.run(self._finished, math.inf, MAX_EVENTS)
         if not finished and not self.oracle.violations:
-            waiting = [caller.spec.request_id for caller in self.callers if not caller.done]
-            self.oracle.violated(f"no end in sight at {world.now:.1f} s; {', '.join(waiting)} wait")
+            self.oracle.violated(f"no end in sight after {MAX_EVENTS} events; {self._waiting()}")
         if not self.oracle.violations:
             self._check_end()
         return self._report()
@@ -185,6 +204,20 @@ class Simulation:
         for scheduler in self.cluster.schedulers:
             if scheduler.engine is not None and scheduler.process.alive:
                 self._check_integrity(scheduler.engine, scheduler.name)
+        if self.progress.stalled(self.world.now, self._achieved()):
+            self.oracle.violated(f"nothing moves since {self.progress.last:.1f} s; {self._waiting()}")
+
+    def _achieved(self) -> int:
+        """Grows with each token and end, committed or told, and with nothing else: what repeats is no progress."""
+        stored = self.oracle.stored.values()
+        told = sum(len(history) for caller in self.callers for history in caller.history)
+        ends = sum(finish is not None for request in stored for finish in request.finishes)
+        done = sum(caller.done for caller in self.callers)
+        return self.oracle.num_committed_tokens + told + ends + done
+
+    def _waiting(self) -> str:
+        waiting = [caller.spec.request_id for caller in self.callers if not caller.done]
+        return f"{', '.join(waiting)} wait" if waiting else "the last leader is not done"
 
     def _check_integrity(self, leader: engine.Engine, name: str) -> None:
         try:
@@ -228,6 +261,7 @@ class Simulation:
             len(self.callers),
             oracle.num_committed_tokens,
             self.world.now,
+            self.progress.longest,
             oracle.num_leaders,
             oracle.num_fenced,
             self.faults.counts if self.faults is not None else Counter(),

@@ -189,7 +189,7 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
             ("worker dies", "stream breaks"),
         ),
         (load_once, "failed: StoreUnavailable", ("scheduler dies", "store refuses")),
-        (keep_the_index_of_gone_workers, "no end in sight", ()),
+        (keep_the_index_of_gone_workers, "nothing moves", ()),
         (forget_what_earlier_leaders_ended, "was admitted twice", ("scheduler stops", "gateway dies")),
         (
             let_any_gateway_take_over,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -238,7 +240,65 @@ def test_a_run_on_uvloop_as_the_command_has_it() -> None:
     assert (result["completed"], result["failed"]) == (12, 0)
 
 
-async def test_requests_arrive_at_the_asked_rate(fake: tuple[FakeServer, Target]) -> None:
+class JumpingSelector(selectors.SelectSelector):
+    """Waits for no timer: it sets the clock forward. For loops without sockets."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.virtual = JumpingSelector()
+        super().__init__(self.virtual)
+
+    def time(self) -> float:
+        return self.virtual.now
+
+
+class SlowPool:
+    """Every request takes ``seconds``; notes when each was sent."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.sent: list[float] = []
+
+    async def run(self, *_: object) -> None:
+        self.sent.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.seconds)
+
+
+def sending_times(arrivals: list[float], seconds: float, max_concurrency: int | None = None) -> list[float]:
+    pool = SlowPool(seconds)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(
+            bench_serve._send_all(
+                cast(Pool, pool),
+                [b""] * len(arrivals),
+                [StreamRecord(prompt_len=0) for _ in arrivals],
+                arrivals,
+                max_concurrency,
+            )
+        )
+    return pool.sent
+
+
+def test_requests_are_sent_when_they_are_due() -> None:
+    """Neither earlier nor later, however long the answers take; the clock is the test's."""
+    due = bench_serve.arrival_times(options(Target("h", 1), request_rate=40.0, num_prompts=200))
+    assert due[-1] == pytest.approx(5.0)
+    for seconds in (0.0, 0.001, 60.0):
+        assert sending_times(due, seconds) == pytest.approx(due, abs=1e-6)
+
+
+def test_a_bound_on_concurrency_delays_what_is_due() -> None:
+    assert sending_times([0.0, 0.1, 0.2, 3.0], 1.0, 2) == pytest.approx([0.0, 0.1, 1.0, 3.0], abs=1e-6)
+
+
+async def test_a_rate_stretches_a_run(fake: tuple[FakeServer, Target]) -> None:
     _, target = fake
     started = time.perf_counter()
     result = await bench_serve.run(

@@ -28,6 +28,8 @@ SIM = SimConfig(num_blocks=256, block_size=4, max_model_len=400, vocab_size=997,
 class SimWorker:
     """A simulated worker on a unix socket that can die and come back."""
 
+    servicer_class = WorkerServicer
+
     def __init__(self, address: str, config: SimConfig = SIM) -> None:
         self.address = address
         self.config = config
@@ -36,7 +38,7 @@ class SimWorker:
     async def start(self, *, fresh: bool = True) -> None:
         if fresh:
             self.executor = SimExecutor(self.config)
-            self.servicer = WorkerServicer(Progress())
+            self.servicer = self.servicer_class(Progress())
             self.servicer.attach(self.executor)
         self._server = Server(["kvern.v1.WorkerService"])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server.grpc)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc.aio
 
-from kvern.rpc.channel import create_channel
+from kvern.rpc.channel import Dial, create_channel
 from kvern.v1 import session_pb2, session_pb2_grpc
 
 PROBE_TIMEOUT_S = 0.5
@@ -23,8 +23,9 @@ class NoLeader(Exception):
 class Leaders:
     """The schedulers at ``addresses``, with a channel to each that was asked."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], dial: Dial = create_channel) -> None:
         self._addresses = list(addresses)
+        self._dial = dial
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def find(self, pause_s: float, patience_s: float) -> str:
@@ -53,7 +54,7 @@ class Leaders:
     def stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = create_channel(address)
+            channel = self._channels[address] = self._dial(address)
         return cast(Any, session_pb2_grpc.SchedulerServiceStub(channel))
 
     async def close(self) -> None:

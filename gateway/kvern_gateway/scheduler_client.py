@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import grpc.aio
 
+from kvern.rpc.channel import Dial, create_channel
 from kvern.rpc.errors import error_from_rpc
 from kvern.v1 import session_pb2
 from kvern_gateway.generation import Generation, unavailable
@@ -43,12 +44,12 @@ class SchedulerClient:
     ``addresses`` are the leader's and its standbys'.
     """
 
-    def __init__(self, addresses: Sequence[str], gateway_id: str = "") -> None:
+    def __init__(self, addresses: Sequence[str], gateway_id: str = "", dial: Dial = create_channel) -> None:
         self.gateway_id = gateway_id or uuid.uuid4().hex
         self.welcome: session_pb2.Welcome | None = None
         self.connected = asyncio.Event()
         self.requests = OpenRequests()
-        self._leaders = Leaders(addresses)
+        self._leaders = Leaders(addresses, dial)
         self._lost_at: float | None = None
         self._heard_at = 0.0
 

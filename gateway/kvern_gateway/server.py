@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
+import ssl
 import sys
 from collections.abc import Sequence
 from email.utils import formatdate
@@ -15,9 +17,11 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from kvern.rpc import spellings
+from kvern.rpc import spellings, tls
+from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
+from kvern.rpc.tls import Tls
 from kvern.v1 import generation_pb2_grpc
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.generation import unavailable
@@ -33,6 +37,7 @@ from kvern_gateway.text.tokenizer import ModelFilesError, load_text_model
 log = logging.getLogger("kvern.gateway")
 
 DEFAULT_GRACE_S = 30.0
+RENEWAL_POLL_S = 1.0
 # Of the grace, for telling clients whose answers did not finish.
 LAST_WORDS_S = 0.3
 
@@ -69,13 +74,38 @@ def build_parser() -> argparse.ArgumentParser:
         "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    public = parser.add_argument_group("TLS on the HTTP and gRPC ports").add_argument
+    public("--ssl-certfile", metavar="FILE", help="the gateway's certificate and its chain, PEM")
+    public("--ssl-keyfile", metavar="FILE", help="its key, PEM, without a password")
+    public(
+        "--ssl-ca-certs", default="", metavar="FILE", help="clients must have a certificate that these sign"
+    )
+    tls.add_flags(parser)
     return parser
+
+
+def public_tls(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Tls | None:
+    """Of ``--ssl-…``. Ends the process with 2 where they make no sense."""
+    if not arguments.ssl_certfile and not arguments.ssl_keyfile:
+        if arguments.ssl_ca_certs:
+            parser.error("--ssl-ca-certs has no effect without --ssl-certfile and --ssl-keyfile")
+        return None
+    if not arguments.ssl_certfile or not arguments.ssl_keyfile:
+        parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
+    found = Tls(arguments.ssl_certfile, arguments.ssl_keyfile, arguments.ssl_ca_certs)
+    try:
+        found.check()
+    except ValueError as error:
+        parser.error(str(error))
+    return found
 
 
 class HttpServer:
     """uvicorn's protocol under our own life cycle: no signal handlers, no lifespan, no access log."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._context = tls.context() if tls else None
         self._config = uvicorn.Config(
             create_app(gateway),
             http=Connection,
@@ -91,14 +121,17 @@ class HttpServer:
         self._state = uvicorn.server.ServerState()
         self._server: asyncio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
+        self._renewals: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Binds and returns the port. Raises OSError when it is taken."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._config, self._state, {}), host, port, backlog=2048
+            lambda: Connection(self._config, self._state, {}), host, port, backlog=2048, ssl=self._context
         )
         self._clock = asyncio.create_task(self._date_header())
+        if self._context is not None:
+            self._renewals = asyncio.create_task(self._renew())
         return int(self._server.sockets[0].getsockname()[1])
 
     @property
@@ -109,6 +142,18 @@ class HttpServer:
         while True:
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
             await asyncio.sleep(1)
+
+    async def _renew(self) -> None:
+        """Connections after a renewed certificate get that one."""
+        assert self._tls is not None and self._context is not None
+        seen = self._tls.version()
+        while True:
+            await asyncio.sleep(RENEWAL_POLL_S)
+            if (now := self._tls.version()) in (seen, None):
+                continue
+            with contextlib.suppress(OSError, ssl.SSLError):  # half written
+                self._tls.reload(self._context)
+                seen = now
 
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, lets open answers finish within the grace, then cuts what is left."""
@@ -121,17 +166,17 @@ class HttpServer:
             await asyncio.sleep(0.02)
         for connection in self.connections:
             connection.transport.abort()
-        if self._clock is not None:
-            self._clock.cancel()
+        for task in filter(None, (self._clock, self._renewals)):
+            task.cancel()
 
 
 class GatewayServer:
     """The whole process, for ``main`` and for tests."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, tls: Tls | None = None) -> None:
         self.gateway = gateway
-        self._http = HttpServer(gateway)
-        self._grpc = Server([SERVICE_NAME])
+        self._http = HttpServer(gateway, tls)
+        self._grpc = Server([SERVICE_NAME], tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None]
 
@@ -198,17 +243,22 @@ async def serve(arguments: argparse.Namespace) -> int:
         text.sampling_defaults = {}
     gateway = Gateway(
         text,
-        SchedulerClient(arguments.scheduler.split(",")),
+        SchedulerClient(
+            arguments.scheduler.split(","), dial=functools.partial(create_channel, tls=arguments.tls)
+        ),
         Limits(max_body_bytes=arguments.max_body_bytes),
         arguments.served_model_name,
         Metrics(),
     )
-    server = GatewayServer(gateway)
+    server = GatewayServer(gateway, arguments.ssl)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)
     # What has been built by now stays: the collector need not walk the vocabulary again and again.
     gc.collect()
     gc.freeze()
-    log.info("HTTP on http://%s:%d, gRPC on %s:%d", arguments.host, http_port, arguments.host, grpc_port)
+    scheme = "https" if arguments.ssl else "http"
+    log.info(
+        "HTTP on %s://%s:%d, gRPC on %s:%d", scheme, arguments.host, http_port, arguments.host, grpc_port
+    )
     stopping = asyncio.ensure_future(stop.wait())
     waited: list[asyncio.Future[Any]] = [stopping, server.failed]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +273,9 @@ async def serve(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = spellings.parse(build_parser(), argv)
+    parser = build_parser()
+    arguments = spellings.parse(parser, argv)
+    arguments.tls, arguments.ssl = tls.from_flags(parser, arguments), public_tls(parser, arguments)
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )

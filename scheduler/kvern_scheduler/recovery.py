@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from kvern.rpc.channel import create_channel
+from kvern.rpc.channel import Dial, create_channel
 from kvern.v1 import session_pb2, session_pb2_grpc
 from kvern_scheduler.address import is_known, is_wildcard
 from kvern_scheduler.convert import finish_from_pb, submission_from_pb, unpack_logprobs
@@ -33,11 +33,11 @@ RETRY_S = 0.1
 log = logging.getLogger(__name__)
 
 
-async def acquire(store: Store, owner: str, address: str) -> Leadership:
+async def acquire(store: Store, owner: str, address: str, dial: Dial = create_channel) -> Leadership:
     """Waits until the cell has no leader, or takes over from one whose address answers no more. Raises StoreRefused
     where that is the store's first answer: the configuration is wrong, not the moment."""
     patience = _Patience()
-    probe = _Probe(address)
+    probe = _Probe(address, dial)
     try:
         while True:
             try:
@@ -79,8 +79,9 @@ class _Patience:
 class _Probe:
     """Asks the lease's holder, on one connection as long as that is the same."""
 
-    def __init__(self, own_address: str) -> None:
+    def __init__(self, own_address: str, dial: Dial) -> None:
         self._own_address = own_address
+        self._dial = dial
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
 
@@ -94,14 +95,17 @@ class _Probe:
             return False
         if self._channel is None or address != self._address:
             await self.close()
-            self._address, self._channel = address, create_channel(address)
+            self._address, self._channel = address, self._dial(address)
         stub = session_pb2_grpc.SchedulerServiceStub(self._channel)
         try:
             status = await stub.GetStatus(session_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             # A frozen leader does not answer either, but its lease says how long to wait for it. So it does for one
             # whose name only others know.
-            return error.code() is not grpc.StatusCode.UNAVAILABLE or not await is_known(address)
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or not await is_known(address):
+                return True
+            # Somebody is there whose certificate, or ours, the other does not take.
+            return "handshake" in (error.details() or "").lower()
         return bool(status.owner == holder.owner)
 
     async def close(self) -> None:

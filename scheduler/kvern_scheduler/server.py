@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,8 @@ from typing import Any
 
 import uvloop
 
-from kvern.rpc import spellings
+from kvern.rpc import spellings, tls
+from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import dialable, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
@@ -74,7 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument("--log-level", default="INFO")
+    tls.add_flags(parser)
     args = spellings.parse(parser, argv)
+    args.tls = tls.from_flags(parser, args)
     if args.store == "redis" and not args.redis_url:
         parser.error("--store redis needs --redis-url")
     if args.store == "memory" and args.redis_url:
@@ -112,7 +116,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     started = time.monotonic()
     owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     servicer = SchedulerServicer(args.cell, store.name, owner)
-    server = Server([SERVICE_NAME])
+    server = Server([SERVICE_NAME], tls=args.tls)
+    dial = functools.partial(create_channel, tls=args.tls)
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     bound = await server.start(args.listen)
     address = args.advertise_address or advertised(args.listen, bound)
@@ -128,7 +133,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     # Now, not when it is to lead: a collection takes as long as all the rest of a take-over.
     gc.collect()
     try:
-        leading = asyncio.create_task(acquire(store, owner, address))
+        leading = asyncio.create_task(acquire(store, owner, address, dial))
         starting.append(leading)
         await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
@@ -150,7 +155,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         state = loading.result()
         adopt(engine, state, leadership)
         workers = [
-            Worker(engine, address, leadership.epoch, state.instances, store.load_index)
+            Worker(engine, address, leadership.epoch, state.instances, store.load_index, dial)
             for address in args.worker
         ]
         computing += [asyncio.create_task(worker.run()) for worker in workers]

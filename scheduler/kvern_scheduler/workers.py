@@ -21,7 +21,7 @@ import grpc.aio
 import numpy as np
 
 from kvern.errors import KvernError
-from kvern.rpc.channel import create_channel
+from kvern.rpc.channel import Dial, create_channel
 from kvern.rpc.packing import unpack_u32
 from kvern.v1 import worker_pb2, worker_pb2_grpc
 from kvern_scheduler.convert import plan_to_pb
@@ -58,8 +58,10 @@ class Worker:
         epoch: int,
         indexed: set[str],
         load_index: Callable[[str], Awaitable[IndexEntries]],
+        dial: Dial = create_channel,
     ) -> None:
         self.address = address
+        self._dial = dial
         self.ready = False
         self.description = worker_pb2.DescribeResponse()
         self.group: Group | None = None
@@ -77,7 +79,7 @@ class Worker:
 
     async def run(self) -> None:
         """Redials for ever."""
-        channel = create_channel(self.address)
+        channel = self._dial(self.address)
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             while True:

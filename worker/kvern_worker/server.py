@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
-from kvern.rpc import spellings
+from kvern.rpc import spellings, tls
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
 from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES
@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
+    tls.add_flags(parser)
     return parser
 
 
@@ -99,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
     parser = build_parser()
     args = spellings.parse(parser, argv)
+    certificates = tls.from_flags(parser, args)
     if args.device == "cuda":
         parser.error("argument --device: cuda is not supported yet; use cpu or sim")
     # Compute threads otherwise spin for milliseconds after each operation, on cores that gateway and scheduler need
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         uvloop.install()
     code = 0
     try:
-        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress)))
+        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress), tls=certificates))
     except (KvernError, OSError) as error:
         print(f"kvern-worker: {error}", file=sys.stderr)
         code = 1

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_u32
 from kvern.rpc.server import Server, stop_on_signals
+from kvern.rpc.tls import Tls
 from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc
 from kvern_worker.compute_thread import ComputeThread
 from kvern_worker.plan_checks import check_plan, claimed, failed_step, is_empty
@@ -321,6 +322,7 @@ async def serve(
     *,
     grace_s: float = 5.0,
     stop: asyncio.Event | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Starts gRPC at once, runs ``load`` in a thread, serves until SIGTERM or ``stop``.
 
@@ -329,7 +331,7 @@ async def serve(
     stop = stop or stop_on_signals()
     progress = Progress()
     servicer = WorkerServicer(progress)
-    server = Server([SERVICE_NAME])
+    server = Server([SERVICE_NAME], tls=tls)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     port = await server.start(listen)
     log.info("worker %s listens on %s (port %d)", servicer.instance_id[:8], listen, port)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc.aio
+
+from kvern.rpc.tls import Tls
+
+Dial = Callable[[str], grpc.aio.Channel]
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -22,6 +28,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def create_channel(target: str) -> grpc.aio.Channel:
-    """A channel to ``host:port`` or ``unix:/path``. Connects lazily."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def create_channel(target: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to ``host:port`` or ``unix:/path``. Connects lazily. Raises OSError where a TLS file is gone."""
+    if tls is None or target.startswith("unix:"):
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, *tls.channel_options]
+    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from kvern.rpc.channel import MAX_MESSAGE_BYTES
 from kvern.rpc.errors import ErrorInterceptor
 from kvern.rpc.health import LIVENESS
+from kvern.rpc.tls import Tls
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,10 +34,13 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 class Server:
     """A gRPC server that answers health and reflection for the services added to ``self.grpc``.
 
-    ``service_names`` are full names ("kvern.v1.WorkerService"). All start NOT_SERVING.
+    ``service_names`` are full names ("kvern.v1.WorkerService"). All start NOT_SERVING. ``tls`` is for TCP.
     """
 
-    def __init__(self, service_names: Sequence[str], options: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(
+        self, service_names: Sequence[str], options: Sequence[tuple[str, int]] = (), tls: Tls | None = None
+    ) -> None:
+        self._tls = tls
         self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[*SERVER_OPTIONS, *options])
         self._names = ["", *service_names]
         self._health = HealthServicer()
@@ -50,7 +54,10 @@ class Server:
         await self.set_serving(False)
         await self._health.set(LIVENESS, SERVING)
         try:
-            port = self.grpc.add_insecure_port(address)
+            if self._tls is None or address.startswith("unix:"):
+                port = self.grpc.add_insecure_port(address)
+            else:
+                port = self.grpc.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}; choose another port") from error
         await self.grpc.start()

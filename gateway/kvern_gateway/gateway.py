@@ -13,6 +13,7 @@ from kvern.rpc.packing import pack_i32
 from kvern.v1 import generation_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.generation import Generation, unavailable
+from kvern_gateway.keys import Keys, current
 from kvern_gateway.limits import Limits
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.output import TextOptions
@@ -38,13 +39,13 @@ MAX_EXTRA_TOKENS = 16
 class Identity:
     """Who asks, under which name, and for how long."""
 
+    tenant: str
     request_id: str
     # The client chose the id: a lost connection doesn't cancel, the same id with the same body continues.
     resumable: bool = False
     # It has a part of the output already.
     resumes: bool = False
     body_digest: bytes = b""
-    tenant: str = ""
     deadline_unix_ms: int = 0
     traceparent: str = ""
 
@@ -65,6 +66,7 @@ class Gateway:
     limits: Limits = field(default_factory=Limits)
     served_names: Sequence[str] = ()
     metrics: Metrics = field(default_factory=Metrics)
+    keys: Keys = field(default_factory=Keys)
     draining: bool = False
 
     def __post_init__(self) -> None:
@@ -202,8 +204,8 @@ class Gateway:
     def routing(self, fields: Fields) -> Routing:
         return Routing(
             fields.integer("n", 1, self.limits.max_n, 1),
-            fields.string("cache_salt", self.limits.max_salt_chars),
-            fields.integer("priority", -(2**31), 2**31 - 1, 0),
+            current().salted(fields.string("cache_salt", self.limits.max_salt_chars)),
+            current().prioritized(fields.integer("priority", -(2**31), 2**31 - 1, 0)),
         )
 
 

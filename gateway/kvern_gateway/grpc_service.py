@@ -17,6 +17,7 @@ from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
 from kvern_gateway.generation import ORPHAN_GRACE_S, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
+from kvern_gateway.keys import Keys, current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.outbox import Outbox
 from kvern_gateway.room import overloaded
@@ -91,6 +92,19 @@ def to_fields(request: pb.GenerateRequest) -> Fields:
     return Fields(values, _spell)
 
 
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Lets in who has a key, in the metadata ``authorization: Bearer KEY``. Health and reflection are for all."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):
+            metadata = dict(handler_call_details.invocation_metadata or ())
+            self._keys.enter(metadata.get("authorization"))
+        return await continuation(handler_call_details)
+
+
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Servicer over one :class:`Gateway`."""
 
@@ -101,7 +115,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         gateway = self._gateway
-        with gateway.metrics.counting_refusals():
+        with gateway.metrics.counting_refusals(), current().asking():
             start = time.monotonic()
             if gateway.draining:
                 raise unavailable("this gateway is shutting down; another one will answer", 100)
@@ -159,7 +173,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id("request_id", request.request_id)
         Fields({"from_index": list(request.from_index)}).sequence("from_index", gateway.limits.max_n)
         gateway.facts()
-        generation = gateway.client.attach(request.request_id)
+        generation = gateway.client.attach(request.request_id, current().tenant.name)
         # The call is over, however it ended.
         cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
         gateway.metrics.running += 1
@@ -190,7 +204,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.CancelResponse:
         check_request_id("request_id", request.request_id)
-        return pb.CancelResponse(cancelled=self._gateway.client.requests.cancel_request(request.request_id))
+        return pb.CancelResponse(
+            cancelled=self._gateway.client.requests.cancel_request(request.request_id, current().tenant.name)
+        )
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -266,6 +282,7 @@ def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any
     metadata = dict(context.invocation_metadata() or ())
     traceparent = metadata.get("traceparent", "")
     return Identity(
+        current().tenant.name,
         check_request_id("request_id", request.request_id) if named else mint_id("gen"),
         resumable=named,
         body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),

@@ -96,9 +96,10 @@ class OpenRequests:
                 self.outgoing.cancel([choice.handle], stopped=stopped)
             self._forget_if_done(choice.generation)
 
-    def cancel_request(self, request_id: str) -> bool:
-        """False when no request of that id is open here."""
-        found = [g for g in self._generations.values() if g.submit.request_id == request_id]
+    def cancel_request(self, request_id: str, tenant: str = "") -> bool:
+        """False when the tenant has no request of that id open here."""
+        name = tenant, request_id
+        found = [g for g in self._generations.values() if (g.submit.tenant, g.submit.request_id) == name]
         for generation in found:
             for choice in generation.choices:
                 self._end_here(choice)

@@ -8,10 +8,12 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import ssl
 import sys
 from collections.abc import Sequence
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -25,9 +27,10 @@ from kvern.rpc.tls import Tls
 from kvern.v1 import generation_pb2_grpc
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.generation import unavailable
-from kvern_gateway.grpc_service import SERVICE_NAME, GenerationService
+from kvern_gateway.grpc_service import SERVICE_NAME, GenerationService, KeyInterceptor
 from kvern_gateway.http.app import create_app
 from kvern_gateway.http.protocol import Connection
+from kvern_gateway.keys import API_KEY_VARIABLE, KeyFileError, Keys
 from kvern_gateway.limits import Limits
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.scheduler_client import SchedulerClient
@@ -74,6 +77,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--api-key",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help=f"keys that clients may send; others see them in the process list, so prefer {API_KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="YAML list of keys (name, sha256) with limits of each; read anew when it changes",
+    )
     public = parser.add_argument_group("TLS on the HTTP and gRPC ports").add_argument
     public("--ssl-certfile", metavar="FILE", help="the gateway's certificate and its chain, PEM")
     public("--ssl-keyfile", metavar="FILE", help="its key, PEM, without a password")
@@ -176,7 +192,7 @@ class GatewayServer:
     def __init__(self, gateway: Gateway, tls: Tls | None = None) -> None:
         self.gateway = gateway
         self._http = HttpServer(gateway, tls)
-        self._grpc = Server([SERVICE_NAME], tls=tls)
+        self._grpc = Server([SERVICE_NAME], tls=tls, interceptors=[KeyInterceptor(gateway.keys)])
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None]
 
@@ -190,6 +206,7 @@ class GatewayServer:
             asyncio.create_task(self.gateway.client.run()),
             asyncio.create_task(self._follow_session()),
             asyncio.create_task(self.gateway.renderer.start()),
+            asyncio.create_task(self._follow_keys()),
         ]
         return ports
 
@@ -216,6 +233,17 @@ class GatewayServer:
                 log.info("ready" if ready else "not ready")
             await asyncio.sleep(0.02)
 
+    async def _follow_keys(self) -> None:
+        """Keys that were added or withdrawn hold from the next request on."""
+        keys = self.gateway.keys
+        while True:
+            await asyncio.sleep(RENEWAL_POLL_S)
+            if keys.changed():
+                try:
+                    keys.reload()
+                except KeyFileError as error:
+                    log.error("the keys stay as they were: %s", error)
+
     async def stop(self, grace_s: float) -> None:
         """What is open may finish within the grace; the rest is told, not cut."""
         self.gateway.draining = True
@@ -236,6 +264,10 @@ class GatewayServer:
         )
 
 
+def _keys_of_environment() -> list[str]:
+    return os.environ.get(API_KEY_VARIABLE, "").split()
+
+
 async def serve(arguments: argparse.Namespace) -> int:
     stop = stop_on_signals()
     text = load_text_model(arguments.model)
@@ -249,6 +281,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         Limits(max_body_bytes=arguments.max_body_bytes),
         arguments.served_model_name,
         Metrics(),
+        Keys([*arguments.api_key, *_keys_of_environment()], arguments.api_keys),
     )
     server = GatewayServer(gateway, arguments.ssl)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)
@@ -282,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         try:
             sys.exit(uvloop.run(serve(arguments)))
-        except ModelFilesError as error:
+        except (ModelFilesError, KeyFileError) as error:
             # 2, as for wrong flags: trying again does not help.
             print(f"kvern-gateway: {error}", file=sys.stderr)
             sys.exit(2)

@@ -15,6 +15,7 @@ from gateway.fake_scheduler import FakeScheduler
 
 from kvern.rpc.channel import create_channel
 from kvern_gateway.gateway import Gateway
+from kvern_gateway.keys import Keys
 from kvern_gateway.limits import Limits
 from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_gateway.server import GatewayServer
@@ -61,13 +62,15 @@ async def serve(smollm2: TextModel) -> AsyncIterator[Serve]:
     started: list[Served] = []
     schedulers: set[FakeScheduler] = set()
 
-    async def start(scheduler: FakeScheduler | None = None, limits: Limits | None = None) -> Served:
+    async def start(
+        scheduler: FakeScheduler | None = None, limits: Limits | None = None, keys: Keys | None = None
+    ) -> Served:
         scheduler = scheduler or FakeScheduler()
         if not scheduler.address:
             await scheduler.start()
         schedulers.add(scheduler)
         client = SchedulerClient([scheduler.address])
-        gateway = Gateway(smollm2, client, limits or Limits())
+        gateway = Gateway(smollm2, client, limits or Limits(), keys=keys or Keys())
         server = GatewayServer(gateway)
         http_port, grpc_port = await server.start("127.0.0.1", 0, 0)
         await client.connected.wait()

@@ -64,6 +64,13 @@ def up(
             help="When the private store writes to disk; everysec and no may lose what was acknowledged"
         ),
     ] = Fsync.always,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that clients must send; repeat for several. Or KVERN_API_KEY, with spaces"),
+    ] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File of keys with limits; see gateway/README.md")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="auto (as --dtype), fp32, bf16, fp16, fp8, fp8_e5m2, int8")
@@ -132,6 +139,7 @@ def up(
             store=store,
             redis_url=redis_url,
             appendfsync=appendfsync,
+            api_key=api_key or (),
             flags=flags,
         )
         if dry_run:

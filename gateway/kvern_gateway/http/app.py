@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
@@ -24,6 +25,7 @@ from kvern_gateway.http.wire import (
     Send,
     encode_json,
     error_object,
+    header,
     parse_object,
     read_body,
     send_bytes,
@@ -33,12 +35,13 @@ from kvern_gateway.http.wire import (
 from kvern_gateway.validation import Fields, check_model, check_token_ids
 
 VERSION = importlib.metadata.version("kvern")
+PUBLIC = {"/health", "/ping", "/metrics", "/version"}
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 
 JsonHandler = Callable[[Gateway, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def create_app(gateway: Gateway) -> Starlette:
+def create_app(gateway: Gateway) -> ASGIApp:
     """The ASGI app; it must be served by :class:`~kvern_gateway.http.protocol.Connection`."""
     post, get = ["POST"], ["GET"]
     cold = functools.partial(_JsonRoute, gateway)
@@ -56,7 +59,26 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/metrics", _MetricsRoute(gateway), methods=get),
     ]
     handlers: Any = {404: _not_found, 405: _wrong_method, 500: _internal}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return _Guarded(app, gateway) if gateway.keys.required else app
+
+
+class _Guarded:
+    """Lets in who has a key. Who watches the service needs none."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in PUBLIC:
+            try:
+                self._gateway.keys.enter(header(scope, b"authorization"))
+            except KvernError as error:
+                self._gateway.metrics.count_refusal(error)
+                await send_error(scope, receive, send, error)
+                return
+        await self._app(scope, receive, send)
 
 
 class _JsonRoute:

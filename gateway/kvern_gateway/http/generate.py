@@ -26,6 +26,7 @@ from kvern_gateway.http.wire import (
     send_error,
     send_json,
 )
+from kvern_gateway.keys import current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.room import overloaded
 
@@ -58,7 +59,8 @@ class GenerateRoute:
         connection.on_lost = on_lost
         gateway.metrics.running += 1
         try:
-            await self._answer(scope, receive, send, connection)
+            with current().asking():
+                await self._answer(scope, receive, send, connection)
         except KvernError as error:
             connection.on_lost = None
             gateway.metrics.count_refusal(error)

@@ -18,6 +18,7 @@ from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
 from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED
 from kvern_gateway.http.resume import EventIds, parse_last_event_id
 from kvern_gateway.http.wire import Scope, body_digest, header
+from kvern_gateway.keys import current
 from kvern_gateway.output import TextOptions
 from kvern_gateway.validation import (
     Fields,
@@ -180,6 +181,7 @@ def build_job(
     if stream and named:
         event_ids = parse_last_event_id(header(scope, b"last-event-id"), len(prompts) * routing.n)
     identity = Identity(
+        current().tenant.name,
         check_request_id("request_id", request_id) if named else mint_id("chatcmpl" if chat else "cmpl"),
         resumable=named,
         resumes=event_ids is not None and event_ids.resumes,

@@ -60,7 +60,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
+        try:
+            handler = await continuation(handler_call_details)
+        except KvernError as error:
+            return _refusal(error)
         if handler is None or not handler_call_details.method.startswith("/kvern."):
             return handler
         kwargs = {
@@ -82,6 +85,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
         return make(wrap, **kwargs)
+
+
+def _refusal(error: KvernError) -> grpc.RpcMethodHandler:
+    """Of any call: an inner interceptor will not have it."""
+
+    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        await _abort(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _unary(behaviour: Any) -> Any:

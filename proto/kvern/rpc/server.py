@@ -35,13 +35,20 @@ class Server:
     """A gRPC server that answers health and reflection for the services added to ``self.grpc``.
 
     ``service_names`` are full names ("kvern.v1.WorkerService"). All start NOT_SERVING. ``tls`` is for TCP.
+    ``interceptors`` may raise KvernError.
     """
 
     def __init__(
-        self, service_names: Sequence[str], options: Sequence[tuple[str, int]] = (), tls: Tls | None = None
+        self,
+        service_names: Sequence[str],
+        options: Sequence[tuple[str, int]] = (),
+        tls: Tls | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._tls = tls
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[*SERVER_OPTIONS, *options])
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors], options=[*SERVER_OPTIONS, *options]
+        )
         self._names = ["", *service_names]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

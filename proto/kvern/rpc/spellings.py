@@ -79,7 +79,6 @@ UNBUILT = {
     "--reasoning-parser": ("", "reasoning parsers are"),
     "--speculative-config": ("", "speculative decoding is"),
     "--tensor-parallel-size": ("1", "tensor parallelism is"),
-    "--api-key": ("", "API keys (put a proxy in front that checks them) are"),
     "--enable-auto-tool-choice": ("false", "tool calls are"),
     "--tool-call-parser": ("", "tool calls are"),
 }

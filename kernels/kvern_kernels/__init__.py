@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvern_kernels.attention_options import AttentionOptions as AttentionOptions
     from kvern_kernels.decoder import Decoder as Decoder
     from kvern_kernels.decoder import DecoderLayer as DecoderLayer
     from kvern_kernels.dispatch import select as select
@@ -93,6 +94,10 @@ OPS = (
 
 def __getattr__(name: str) -> Any:
     """Resolve an op at its first use; afterwards it is an ordinary module attribute."""
+    if name == "AttentionOptions":
+        from kvern_kernels.attention_options import AttentionOptions
+
+        return AttentionOptions
     if name in ("Decoder", "DecoderLayer"):
         from kvern_kernels import decoder
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import reference
+from kvern_kernels import kv_cache, reference
+from kvern_kernels.attention_options import AttentionOptions
 
 Attention = Callable[..., Tensor]
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation asks for
@@ -82,29 +83,31 @@ def _flash_attention(device: str) -> Attention:
         block_tables: Tensor,
         query_start: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        alibi: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        options: AttentionOptions,
         lse: Tensor | None = None,
+        key_ends: Tensor | None = None,
     ) -> Tensor:
         """See reference.paged_attention. Raises ValueError for what flash_attn 2 has not."""
         block_size = k_cache.shape[2]
-        _refuse("FLASH_ATTN", sinks=sinks is not None, lse=lse is not None, fp8=k_cache.dtype.itemsize == 1)
+        _refuse(
+            "FLASH_ATTN",
+            sinks=options.sinks is not None,
+            lse=lse is not None,
+            fp8=k_cache.dtype.itemsize == 1,
+            key_ends=key_ends is not None,
+        )
         if block_size % 256:
             raise ValueError(f"FLASH_ATTN needs a block size that is a multiple of 256, not {block_size}")
+        before = options.window - 1 if options.window else -1
         key_start = F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return varlen(
             *(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), query_start, key_start),
             *(q.shape[0], block_tables.shape[1] * block_size),  # bounds, so that nothing waits for the device
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            softcap=softcap,
-            alibi_slopes=alibi,
+            softmax_scale=options.scale,
+            causal=options.causal,
+            window_size=(before, 0 if options.causal else before),
+            softcap=options.softcap,
+            alibi_slopes=options.alibi,
             block_table=block_tables,
         )
 
@@ -124,19 +127,20 @@ def _flash_infer(device: str) -> Attention:
         block_tables: Tensor,
         query_start: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        alibi: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        options: AttentionOptions,
         lse: Tensor | None = None,
+        key_ends: Tensor | None = None,
     ) -> Tensor:
         """See reference.paged_attention. Plans on the host at each call, so a CUDA graph can't hold it. Raises
         ValueError for what FlashInfer has not.
         """
-        _refuse("FLASHINFER", alibi=alibi is not None, sinks=sinks is not None)
+        _refuse(
+            "FLASHINFER",
+            alibi=options.alibi is not None,
+            sinks=options.sinks is not None,
+            two_sided_window=options.window > 0 and not options.causal,
+            key_ends=key_ends is not None,
+        )
         block_size = k_cache.shape[2]
         blocks = (seq_lens + block_size - 1) // block_size
         used = torch.arange(block_tables.shape[1], device=q.device) < blocks.unsqueeze(1)
@@ -146,16 +150,17 @@ def _flash_infer(device: str) -> Attention:
             block_tables[used],
             (seq_lens - (blocks - 1) * block_size).int(),
             *(q.shape[1], k_cache.shape[1], q.shape[2], block_size),
-            causal=True,
-            sm_scale=scale,
-            window_left=window - 1 if window else -1,
-            logits_soft_cap=softcap or None,
+            causal=options.causal,
+            sm_scale=options.scale,
+            window_left=options.window - 1 if options.window else -1,
+            logits_soft_cap=options.softcap or None,
             q_data_type=q.dtype,
             kv_data_type=k_cache.dtype,
         )
+        scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
         if lse is None:
-            return wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=v_scale)
-        out, base_2 = wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=v_scale, return_lse=True)
+            return wrapper.run(q, (k_cache, v_cache), **scales)
+        out, base_2 = wrapper.run(q, (k_cache, v_cache), **scales, return_lse=True)
         lse.copy_(base_2 * 0.6931471805599453)
         return out
 
@@ -180,25 +185,19 @@ def sdpa_attention(
     block_tables: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    options: AttentionOptions,
     lse: Tensor | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_attention: torch's scaled_dot_product_attention for each sequence in turn.
 
     What that lacks (soft cap, log-sum-exp) is the reference's.
     """
-    if softcap > 0 or lse is not None:
+    if options.softcap > 0 or lse is not None:
         return reference.paged_attention(
-            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap),
-            *(alibi, sinks, k_scale, v_scale, lse),
+            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, options, lse, key_ends)
         )
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v_cache.shape[3]))
     block_size = k_cache.shape[2]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for s, length in enumerate(lengths):
@@ -208,22 +207,24 @@ def sdpa_attention(
             continue
         blocks = block_tables[s, : -(-length // block_size)].long()
         keys, values = (
-            (cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1).float() * factor).to(
-                q.dtype
-            )
-            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+            (
+                kv_cache.read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+                * factor
+            ).to(q.dtype)
+            for cache, factor in ((k_cache, options.k_scale), (v_cache, options.v_scale))
         )
         distance = torch.arange(length, device=q.device) - torch.arange(
             length - count, length, device=q.device
         ).unsqueeze(1)
-        seen = distance <= 0
-        if window > 0:
-            seen &= distance > -window
+        seen = reference.seen_keys(distance, options)
+        if key_ends is not None:
+            ends = key_ends[rows].unsqueeze(1)
+            seen |= (distance >= 0) & (torch.arange(length, device=q.device) < ends)
         bias = torch.zeros(seen.shape, device=q.device).masked_fill(~seen, float("-inf"))
-        if alibi is not None:
-            bias = bias + alibi.float().view(-1, 1, 1) * distance
-        if sinks is not None:  # a key that gives the score 0 · scale + bias and the value 0
-            scores = sinks.float().view(-1, 1, 1).expand(-1, count, 1)
+        if options.alibi is not None:
+            bias = bias + options.alibi.float().view(-1, 1, 1) * distance
+        if options.sinks is not None:  # a key that gives the score 0 · scale + bias and the value 0
+            scores = options.sinks.float().view(-1, 1, 1).expand(-1, count, 1)
             bias = torch.cat((bias.expand(q.shape[1], -1, -1), scores), -1)
             keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
         mixed = F.scaled_dot_product_attention(
@@ -231,7 +232,7 @@ def sdpa_attention(
             keys.unsqueeze(0),
             values.unsqueeze(0),
             attn_mask=bias.to(q.dtype),
-            scale=scale,
+            scale=options.scale,
             enable_gqa=q.shape[1] != keys.shape[0],
         )
         out[rows] = mixed[0].transpose(0, 1)

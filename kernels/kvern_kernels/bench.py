@@ -90,7 +90,7 @@ def _read(memory: Tensor) -> None:
     except ImportError:
         memory.sum()
     else:
-        cpu._library.kvern_read(torch.get_num_threads(), memory.data_ptr(), memory.numel())
+        cpu.LIBRARY.kvern_read(torch.get_num_threads(), memory.data_ptr(), memory.numel())
 
 
 def prepacked(x: Tensor, weight: Tensor) -> Run:

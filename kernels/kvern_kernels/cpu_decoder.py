@@ -9,14 +9,16 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvern_kernels import cpu
+from kvern_kernels.cpu_attention import cache_layout, check_tables
+from kvern_kernels.cpu_base import KV_TYPES, LIBRARY, TYPES, threads
+from kvern_kernels.cpu_linear import PackedLinear, Projection, projection
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
-        *[(name, cpu.Projection) for name in ("qkv", "o", "gate_up", "down")],
+        *[(name, Projection) for name in ("qkv", "o", "gate_up", "down")],
         *[(name, c_void_p) for name in ("keys", "values", "shape")],
         ("window", c_int64),
     ]
@@ -60,12 +62,12 @@ def _fits(layer: DecoderLayer, first: DecoderLayer) -> bool:
     like = (first.qkv, first.o, first.gate_up, first.down)
     norms = [n for n in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm) if n is not None]
     return (
-        all(isinstance(linear, cpu.PackedLinear) for linear in linears)
+        all(isinstance(linear, PackedLinear) for linear in linears)
         and [(p.out_features, p.in_features) for p in linears]
         == [(p.out_features, p.in_features) for p in like]
         and all(norm.dtype == first.input_norm.dtype and norm.is_contiguous() for norm in norms)
-        and first.input_norm.dtype in cpu.TYPES
-        and layer.keys.dtype in cpu.KV_TYPES
+        and first.input_norm.dtype in TYPES
+        and layer.keys.dtype in KV_TYPES
         and layer.keys.shape == layer.values.shape
         and layer.keys.shape[3] <= 1024
     )
@@ -77,9 +79,9 @@ def _struct(layer: DecoderLayer) -> _Layer:
 
     return _Layer(
         *(address(x) for x in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)),
-        *(cpu.projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
         *(layer.keys.data_ptr(), layer.values.data_ptr()),
-        ctypes.addressof(cpu.cache_layout(layer.keys, layer.values)),
+        ctypes.addressof(cache_layout(layer.keys, layer.values)),
         layer.window,
     )
 
@@ -94,10 +96,12 @@ def run_decoder(
     seq_lens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See reference.run_decoder. Raises ValueError on an index out of range."""
-    if decoder.structs is None or hidden.dtype not in cpu.TYPES:
+    if decoder.structs is None or hidden.dtype not in TYPES:
         step = (positions, slot_mapping, block_tables, query_start, seq_lens)
+        from kvern_kernels import cpu  # which has this module's ops too
+
         return run_layers(cpu, decoder, hidden, *step)
-    cpu.check_tables(block_tables, query_start, seq_lens)
+    check_tables(block_tables, query_start, seq_lens)
     hidden, slot_mapping = hidden.contiguous(), slot_mapping.contiguous()
     first = decoder.layers[0]
     out, residual = torch.empty_like(hidden), torch.empty_like(hidden)
@@ -105,12 +109,16 @@ def run_decoder(
         return out, residual
     step_struct = _Step(
         *(hidden.data_ptr(), out.data_ptr(), residual.data_ptr()),
-        *(cpu.TYPES[hidden.dtype], cpu.TYPES[first.input_norm.dtype], *hidden.shape, decoder.num_heads),
+        *(TYPES[hidden.dtype], TYPES[first.input_norm.dtype], *hidden.shape, decoder.num_heads),
         *(positions.data_ptr(), positions.dtype == torch.int64),
         *(decoder.cos_sin.data_ptr(), *decoder.cos_sin.shape, decoder.interleaved),
         *(slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), block_tables.shape[1]),
         *(query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0], decoder.gelu),
         *(decoder.scale, decoder.softcap, decoder.eps),
     )
-    cpu.run_stack(decoder.structs, len(decoder.layers), step_struct)
+    if LIBRARY.kvern_decoder(threads(), decoder.structs, len(decoder.layers), ctypes.byref(step_struct)):
+        raise ValueError(
+            "run_decoder: positions, slots, query_start, seq_lens or block_tables reach outside the rotary table, "
+            "the batch or the cache"
+        )
     return out, residual

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvern_kernels import cpu, reference_moe
+from kvern_kernels import reference_moe
+from kvern_kernels.cpu_base import LIBRARY, TYPES, threads
+from kvern_kernels.cpu_linear import PackedLinear, Projection, projection
 
 
 class _Experts(ctypes.Structure):
@@ -31,8 +33,8 @@ class _Experts(ctypes.Structure):
 class PackedExperts:
     """See reference_moe.PackedExperts; with the structures that the library reads."""
 
-    gate_up: tuple[cpu.PackedLinear, ...]
-    down: tuple[cpu.PackedLinear, ...]
+    gate_up: tuple[PackedLinear, ...]
+    down: tuple[PackedLinear, ...]
     activation: str
     structs: tuple[Any, Any]
 
@@ -46,10 +48,10 @@ def pack_experts(
 ) -> PackedExperts | reference_moe.PackedExperts:
     """See reference_moe.pack_experts."""
     reference_moe.check_experts(gate_up, down, activation)
-    known = all(isinstance(p, cpu.PackedLinear) for p in (*gate_up, *down))
+    known = all(isinstance(p, PackedLinear) for p in (*gate_up, *down))
     if not known or activation not in ("silu", "gelu"):
         return reference_moe.pack_experts(gate_up, down, activation)
-    arrays = [(cpu.Projection * len(side))(*[cpu.projection(p) for p in side]) for side in (gate_up, down)]
+    arrays = [(Projection * len(side))(*[projection(p) for p in side]) for side in (gate_up, down)]
     return PackedExperts(tuple(gate_up), tuple(down), activation, (arrays[0], arrays[1]))
 
 
@@ -73,7 +75,9 @@ def moe_route(
         *(scoring == "sigmoid", renormalize, None if bias is None else bias.data_ptr()),
         *(num_groups, top_groups, scale),
     )
-    cpu.run_route(logits, top_k, options, weights, ids)
+    LIBRARY.kvern_moe_route(
+        *(threads(), logits.data_ptr(), *logits.shape, top_k, *options, weights.data_ptr(), ids.data_ptr())
+    )
     return weights, ids
 
 
@@ -86,7 +90,7 @@ def fused_moe(
     counts: Tensor | None = None,
 ) -> Tensor:
     """See reference_moe.fused_moe."""
-    if not isinstance(experts, PackedExperts) or x.dtype not in cpu.TYPES:
+    if not isinstance(experts, PackedExperts) or x.dtype not in TYPES:
         return reference_moe.fused_moe(x, weights, ids, experts, expert_map, counts)  # type: ignore[arg-type]
     x = x if x.stride(-1) == 1 else x.contiguous()
     width = experts.gate_up[0].in_features
@@ -105,7 +109,11 @@ def fused_moe(
         *(width, experts.down[0].in_features, experts.activation == "gelu"),
     )
     out = torch.empty(x.shape[0], width)
-    cpu.run_experts(struct, x, weights, ids, grown, out)
+    LIBRARY.kvern_moe(
+        *(threads(), ctypes.byref(struct), x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0]),
+        *(weights.data_ptr(), ids.data_ptr(), ids.shape[1]),
+        *(None if grown is None else grown.data_ptr(), out.data_ptr()),
+    )
     if counts is not None and grown is not None and grown.data_ptr() != counts.data_ptr():
         counts.copy_(grown)
     return out.to(x.dtype)

@@ -15,7 +15,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from kvern_kernels import cpu, reference, reference_quant
+from kvern_kernels import reference, reference_quant
+from kvern_kernels.cpu_base import aligned
+from kvern_kernels.cpu_linear import QUANTIZED, PackedLinear, pack_codes, pack_linear, packed_linear
 from kvern_kernels.reference_gguf import gguf_codes, gguf_shape
 
 _LONGEST_GROUP = 65_536  # 255 · 128 · group stays below 2^31
@@ -39,7 +41,7 @@ class _Quantized(ctypes.Structure):
     ]
 
 
-def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> cpu.PackedLinear:
+def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
     """See reference.pack_gguf: every kind of GGUF_BLOCK_BYTES, as it is quantized."""
     gguf_shape(blocks, kind)
     parts = gguf_codes(blocks.contiguous(), kind)
@@ -61,7 +63,7 @@ def pack_gptq(
     bias: Tensor | None = None,
     bits: int = 4,
     zero_offset: int = 1,
-) -> cpu.PackedLinear | reference.PackedLinear:
+) -> PackedLinear | reference.PackedLinear:
     """See reference_quant.pack_gptq. Inputs of a checkpoint quantized in another order are sorted by group."""
     codes, zeros = reference_quant.unpack_gptq(qweight, qzeros, bits, zero_offset)
     packed = _affine(codes, zeros, scales, g_idx, bits, bias)
@@ -72,7 +74,7 @@ def pack_gptq(
 
 def pack_awq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None = None
-) -> cpu.PackedLinear | reference.PackedLinear:
+) -> PackedLinear | reference.PackedLinear:
     """See reference_quant.pack_awq."""
     codes, zeros = reference_quant.unpack_awq(qweight, qzeros)
     packed = _affine(codes, zeros, scales, None, 4, bias)
@@ -81,7 +83,7 @@ def pack_awq(
 
 def _affine(
     codes: Tensor, zeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, bias: Tensor | None
-) -> cpu.PackedLinear | None:
+) -> PackedLinear | None:
     """codes [N, K] and zeros [N, G], scales [G, N]; None where the groups have no even length to run along k."""
     (_, k), groups = codes.shape, zeros.shape[1]
     group, order = -(-k // groups), None
@@ -112,7 +114,7 @@ def _affine(
 
 def pack_int8(
     weight: Tensor, scales: Tensor, bias: Tensor | None = None, activations: str | None = None
-) -> cpu.PackedLinear | reference.PackedLinear:
+) -> PackedLinear | reference.PackedLinear:
     """See reference_quant.pack_int8; scales [N, G] of groups along k too."""
     n, k = weight.shape
     scales = scales.float().reshape(n, -1)
@@ -127,15 +129,15 @@ def pack_int8(
 
 def pack_fp8(
     weight: Tensor, scales: Tensor, bias: Tensor | None = None, activations: str | None = None
-) -> cpu.PackedLinear | reference.PackedLinear:
+) -> PackedLinear | reference.PackedLinear:
     """See reference_quant.pack_fp8, which serves where x is to be quantized too. CPUs have no fp8 products: scale times
     weight is kept in bfloat16, two bytes a weight. e5m2 weights are taken alike.
     """
     packed = reference_quant.pack_fp8(weight, scales, bias, activations)
-    return packed if activations else cpu.pack_linear(packed.weight.bfloat16(), bias)
+    return packed if activations else pack_linear(packed.weight.bfloat16(), bias)
 
 
-def pack_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> cpu.PackedLinear:
+def pack_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """See reference_quant.pack_mxfp4: twice the e2m1 values are integers from −12 to 12."""
     table = torch.tensor([int(2 * v) for v in reference_quant.E2M1], dtype=torch.uint8)
     table = torch.cat((12 + table, 12 - table))
@@ -155,7 +157,7 @@ def _packed(
     order: Tensor | None = None,
     activation_bits: int = 16,
     supers: Sequence[Tensor] = (),
-) -> cpu.PackedLinear:
+) -> PackedLinear:
     """codes uint8 [N, K], factors [N, G] each, supers [N, S] each → panels."""
     n, k = codes.shape
     groups = factors[0].shape[1]
@@ -164,8 +166,8 @@ def _packed(
     if group > _LONGEST_GROUP:
         raise ValueError(f"{k} inputs share one scale: at most {_LONGEST_GROUP} can; use groups")
     padded, panels = groups * group, -(-n // 16)
-    held = cpu.aligned(panels * 2 * padded * bits, torch.uint8)
-    cpu.pack_codes(codes.contiguous(), bits, held, padded)
+    held = aligned(panels * 2 * padded * bits, torch.uint8)
+    pack_codes(codes.contiguous(), bits, held, padded)
     columns = torch.cat([_by_panel(x) for x in factors], -1)
     per_super = 1
     if supers:
@@ -173,7 +175,7 @@ def _packed(
         per_super = groups // max(heads.shape[1], 1) or 1
         columns = torch.cat((heads, columns.unflatten(1, (-1, per_super)).flatten(2)), -1)
     columns = columns.flatten(1)
-    laid = cpu.aligned(columns.numel(), torch.uint8)
+    laid = aligned(columns.numel(), torch.uint8)
     laid.copy_(columns.flatten())
     struct = _Quantized(
         *(held.data_ptr(), laid.data_ptr(), None if order is None else order.data_ptr()),
@@ -181,7 +183,7 @@ def _packed(
         *(bits, kind, zero, activation_bits),
     )
     kept = (laid, struct) if order is None else (laid, struct, order)
-    return cpu.packed_linear(held, cpu.QUANTIZED, n, k, bias, ctypes.addressof(struct), kept)
+    return packed_linear(held, QUANTIZED, n, k, bias, ctypes.addressof(struct), kept)
 
 
 def _by_panel(x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kvern_kernels.attention_options import AttentionOptions
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -78,7 +80,7 @@ def run_layers(
         )
         mixed = ops.paged_attention(
             *(q, layer.keys, layer.values, block_tables, query_start, seq_lens),
-            *(decoder.scale, layer.window, decoder.softcap),
+            AttentionOptions(decoder.scale, layer.window, decoder.softcap),
         )
         hidden = ops.linear(mixed.view(mixed.shape[0], -1), layer.o)
         normed, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, decoder.eps)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern_kernels import kv_cache
+from kvern_kernels.attention_options import AttentionOptions
 from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
 from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES as GGUF_BLOCK_BYTES
 from kvern_kernels.reference_gguf import dequantize_gguf as dequantize_gguf
@@ -166,24 +167,17 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    options: AttentionOptions,
     lse: Tensor | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, Hq, D] over the paged cache → [T, Hq, Dv], the values' head size.
+    """Attention of q [T, Hq, D] over the paged cache → [T, Hq, Dv], the values' head size.
 
     Sequence s owns query rows query_start[s] … query_start[s+1] (int32 [S+1]); they are the last of its
-    seq_lens[s] keys (int32 [S]), which lie in blocks block_tables[s] (int32 [S, max_blocks]). A query
-    sees `window` keys including its own (0: all before it). `softcap` c > 0 makes scores c·tanh(s/c);
-    `alibi` (float32 [Hq]) then adds slope · (key position - query position). `sinks` (float32 [Hq]) is
-    the score of a key without a value. A cache of a narrow dtype holds keys / k_scale and values /
-    v_scale. `lse` (float32 [T, Hq]), if given, receives the natural logarithm of what the exponentials
-    sum to, sinks included.
+    seq_lens[s] keys (int32 [S]), which lie in blocks block_tables[s] (int32 [S, max_blocks]). `lse`
+    (float32 [T, Hq]), if given, receives the natural logarithm of what the exponentials sum to, sinks
+    included. `key_ends` (int32 [T]): query t also sees the keys from its own up to key_ends[t] (of its
+    sequence, and no more than that has), as the tokens of one image do.
     """
     out = q.new_empty((*q.shape[:2], v_cache.shape[3]))
     block_size, kv_heads = k_cache.shape[2], k_cache.shape[1]
@@ -198,28 +192,34 @@ def paged_attention(
         keys, values = (
             kv_cache.read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
             * factor
-            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+            for cache, factor in ((k_cache, options.k_scale), (v_cache, options.v_scale))
         )  # [Hkv, length, D]
         queries = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, group))
-        scores = torch.einsum("hgqd,hkd->hgqk", queries, keys) * scale
-        if softcap > 0:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.einsum("hgqd,hkd->hgqk", queries, keys) * options.scale
+        if options.softcap > 0:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
         key_at = torch.arange(length, device=q.device)
         query_at = torch.arange(length - count, length, device=q.device).unsqueeze(1)
-        if alibi is not None:
-            scores += alibi.view(kv_heads, group, 1, 1) * (key_at - query_at)
-        seen = key_at <= query_at
-        if window > 0:
-            seen &= key_at > query_at - window
+        if options.alibi is not None:
+            scores += options.alibi.view(kv_heads, group, 1, 1) * (key_at - query_at)
+        seen = seen_keys(key_at - query_at, options)
+        if key_ends is not None:
+            seen |= (key_at >= query_at) & (key_at < key_ends[rows].unsqueeze(1))
         scores = scores.masked_fill(~seen, float("-inf"))
         total = scores.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float().view(kv_heads, group, 1, 1))
+        if options.sinks is not None:
+            total = torch.logaddexp(total, options.sinks.float().view(kv_heads, group, 1, 1))
         mixed = torch.einsum("hgqk,hkd->hgqd", (scores - total).exp(), values)
         out[rows] = mixed.flatten(0, 1).transpose(0, 1).to(q.dtype)
         if lse is not None:
             lse[rows] = total.flatten(0, 1).squeeze(-1).transpose(0, 1)
     return out
+
+
+def seen_keys(distance: Tensor, options: AttentionOptions) -> Tensor:
+    """Which keys are seen at a `distance`, key position - query position (any shape)."""
+    seen = distance <= 0 if options.causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen & (distance.abs() < options.window) if options.window > 0 else seen
 
 
 def merge_attention(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

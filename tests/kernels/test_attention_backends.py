@@ -8,6 +8,7 @@ import torch
 
 import kvern_kernels
 from kvern_kernels import attention_backends, cpu, decoder, dispatch, reference
+from kvern_kernels.attention_options import AttentionOptions
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,17 @@ def test_one_that_cannot_serve_is_refused_with_every_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 9}, {"sinks": 1}, {"alibi": 1, "window": 30}, {"softcap": 3.0}], ids=str
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 9, "causal": False},
+        {"window": 9},
+        {"sinks": 1},
+        {"alibi": 1, "window": 30},
+        {"softcap": 3.0},
+    ],
+    ids=str,
 )
 def test_torch_attention_matches_the_reference(options: dict) -> None:
     keys, values = (torch.randn(12, 2, 16, 32) for _ in range(2))
@@ -56,10 +67,10 @@ def test_torch_attention_matches_the_reference(options: dict) -> None:
     )
     q = torch.randn(21, 6, 32)
     given = {k: torch.rand(6) if k in ("alibi", "sinks") else v for k, v in options.items()}
-    arguments = (q, keys, values, tables, starts, ends, 0.2)
+    arguments = (q, keys, values, tables, starts, ends, AttentionOptions(0.2, **given))
     torch.testing.assert_close(
-        attention_backends.sdpa_attention(*arguments, **given),
-        reference.paged_attention(*arguments, **given),
+        attention_backends.sdpa_attention(*arguments),
+        reference.paged_attention(*arguments),
         rtol=1e-5,
         atol=1e-5,
     )

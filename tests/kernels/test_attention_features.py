@@ -77,6 +77,29 @@ def test_alibi_sinks_and_the_log_sum_exp(linear_variant: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_that_see_later_keys(
+    linear_variant: str, dtype: torch.dtype, window: int, causal: bool
+) -> None:
+    """An encoder, and images in a causal context: tokens 500 to 629 of the first sequence, 3 to 7 of the second."""
+    case = Case([700, 20], 6, 2, 64, 16, dtype, dtype)
+    chunks = [(0, 450, 700), (1, 0, 20)]
+    options = {"window": window, "alibi": torch.rand(6) * 0.1}
+    ends = torch.zeros(270, dtype=torch.int32)
+    ends[50:180], ends[253:258] = 630, 8
+    later = {"key_ends": ends} if causal else {"causal": False}
+    out = case.run(chunks, **options, **later)
+    torch.testing.assert_close(out, case.run(chunks, reference, **options, **later), **tolerance(dtype))
+    plain = case.run(chunks, **options)
+    assert not torch.allclose(out[50], plain[50], atol=0.02)
+    assert torch.allclose(out[:20], plain[:20], atol=0.02) == causal
+    if causal:  # whatever else is in the call
+        part = case.run([(0, 490, 640)], key_ends=ends[40:190].contiguous(), **options)
+        assert torch.equal(part, out[40:190])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     "dim,value_dim",
     [

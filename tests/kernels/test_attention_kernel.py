@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvern_kernels import cpu, kv_cache, reference
+from kvern_kernels.attention_options import AttentionOptions
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -46,7 +47,9 @@ class Case:
         q = torch.cat([self.q[s][a:b] for s, a, b in chunks]) if q is None else q
         tables = self.tables[[s for s, _, _ in chunks]]
         ends = torch.tensor([b for _, _, b in chunks], dtype=torch.int32)
-        return backend.paged_attention(q, self.k, self.v, tables, starts, ends, self.dim**-0.5, **options)
+        lse, key_ends = options.pop("lse", None), options.pop("key_ends", None)
+        rules = AttentionOptions(self.dim**-0.5, **options)
+        return backend.paged_attention(q, self.k, self.v, tables, starts, ends, rules, lse, key_ends)
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -144,7 +147,8 @@ def test_sequences_without_queries_and_empty_batches(linear_variant: str) -> Non
     assert torch.equal(out, case.run([(1, 25, 30)]))
     none = torch.empty(0, dtype=torch.int32)
     empty = cpu.paged_attention(
-        torch.empty(0, 4, 32), case.k, case.v, case.tables[:0], torch.zeros(1, dtype=torch.int32), none, 1.0
+        *(torch.empty(0, 4, 32), case.k, case.v, case.tables[:0], torch.zeros(1, dtype=torch.int32), none),
+        AttentionOptions(1.0),
     )
     assert empty.shape == (0, 4, 32)
 
@@ -156,7 +160,9 @@ def test_attention_reads_strided_queries(linear_variant: str) -> None:
     case.q[0] = torch.cat([torch.zeros(30, 4, 32), view])
     expected = case.run([(0, 30, 40)])
     starts, ends = torch.tensor([0, 10], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
-    out = cpu.paged_attention(view, case.k, case.v, case.tables, starts, ends, case.dim**-0.5)
+    out = cpu.paged_attention(
+        view, case.k, case.v, case.tables, starts, ends, AttentionOptions(case.dim**-0.5)
+    )
     assert torch.equal(out, expected)
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvern_kernels.attention_backends import sdpa_attention
+from kvern_kernels.attention_options import AttentionOptions
 from kvern_kernels.triton import fp8
 from kvern_kernels.triton.attention_kernels import attention_kernel, combine_kernel
 from kvern_kernels.triton.launch import (
@@ -104,20 +106,21 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    options: AttentionOptions,
     lse: Tensor | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_attention. The cache is of q's dtype, another 16-bit float, or float8_e4m3fn.
 
-    Rows behind query_start[S] (a CUDA graph's padding) are left unwritten. Raises ValueError on shapes
-    or dtypes that do not fit; ids and lengths lie on the device and are not checked.
+    Rows behind query_start[S] (a CUDA graph's padding) are left unwritten. What sees keys after its own goes to
+    torch's attention. Raises ValueError on shapes or dtypes that do not fit; ids and lengths lie on the device
+    and are not checked.
     """
+    if not options.causal or key_ends is not None:
+        return sdpa_attention(
+            *(q, k_cache, v_cache, block_tables, query_start, seq_lens, options, lse, key_ends)
+        )
+    window, softcap, alibi, sinks = options.window, options.softcap, options.alibi, options.sinks
     q = dense(q)
     tokens, heads, dim = q.shape
     kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
@@ -138,13 +141,14 @@ def paged_attention(
         stats = torch.empty((tokens, heads, how.splits, 2), dtype=torch.float32, device=q.device)
     shape: dict[str, Any] = {"HEADS": heads, "D": dim, "D_PAD": next_power_of_2(dim), "TILE": how.tile}
     splits: dict[str, Any] = {"NUM_SPLITS": how.splits, "SPLIT_LEN": how.split_len}
-    options = fusion_options(invariant)
+    fusion = fusion_options(invariant)
     launch(
         *(attention_kernel, (tokens // how.queries + seqs, kv_heads, how.splits if how.parallel else 1)),
         *(q, k_seen, v_seen, block_tables, query_start, seq_lens),
         *(nothing if alibi is None else alibi, nothing if sinks is None else sinks, parts, stats),
         *(q.stride(0), q.stride(1), *k_seen.stride(), *v_seen.stride(), block_tables.stride(0), seqs),
-        *(scale * k_scale * (1.0 if softcap > 0 else LOG2_E), softcap, v_scale, window),
+        *(options.scale * options.k_scale * (1.0 if softcap > 0 else LOG2_E), softcap),
+        *(options.v_scale, window),
         **shape,
         **splits,
         GROUP=heads // kv_heads,
@@ -159,20 +163,21 @@ def paged_attention(
         LSE=lse is not None,
         num_warps=how.num_warps,
         num_stages=how.num_stages,
-        **options,
+        **fusion,
     )
     if how.parallel:
         heads_at_once = min(next_power_of_2(heads), max(1, 1024 // shape["D_PAD"]))
         launch(
             *(combine_kernel, (tokens, cdiv(heads, heads_at_once)), parts, stats, query_start, seq_lens),
-            *(nothing if sinks is None else sinks, out, nothing if lse is None else lse, seqs, v_scale),
+            *(nothing if sinks is None else sinks, out, nothing if lse is None else lse, seqs),
+            options.v_scale,
             **shape,
             **splits,
             HEADS_PAD=heads_at_once,
             SINKS=sinks is not None,
             LSE=lse is not None,
             num_warps=4,
-            **options,
+            **fusion,
         )
     return out
 
@@ -276,21 +281,13 @@ def production() -> Iterator[tuple[str, Callable[[], object]]]:
 
         q = meta(tokens, heads, dim, dtype=torch.bfloat16)
         keys, values = (meta(1024, kv_heads, block_size, dim, dtype=cache) for _ in range(2))
-        where: tuple[Any, ...] = (
-            q,
-            keys,
-            values,
-            meta(seqs, 32768 // block_size),
-            meta(seqs + 1),
-            meta(seqs),
-            dim**-0.5,
-        )
+        tables = meta(seqs, 32768 // block_size)
         more: dict[str, Any] = (
             {name: meta(heads, dtype=torch.float32) for name in ("alibi", "sinks")} if features else {}
         )
-        if features:
-            more["lse"] = meta(tokens, heads, dtype=torch.float32)
-        return lambda: paged_attention(*where, **(options | more))
+        lse = meta(tokens, heads, dtype=torch.float32) if features else None
+        rules = AttentionOptions(dim**-0.5, **options, **more)
+        return lambda: paged_attention(q, keys, values, tables, meta(seqs + 1), meta(seqs), rules, lse)
 
     e4m3 = torch.float8_e4m3fn
     yield "decode 32/8 heads of 128, split", call(8, 8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvern_kernels import reference
+from kvern_kernels.attention_options import AttentionOptions
 from kvern_kernels.triton import attention, launch
 
 F32, BF16, F16, E4M3 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -48,7 +49,9 @@ class Case:
         q = torch.cat([self.q[s][a:b] for s, a, b in chunks])
         tables = self.tables[[s for s, _, _ in chunks]]
         ends = torch.tensor([b for _, _, b in chunks], dtype=torch.int32, device=self.device)
-        return backend.paged_attention(q, self.k, self.v, tables, starts, ends, self.dim**-0.5, **options)
+        lse, key_ends = options.pop("lse", None), options.pop("key_ends", None)
+        rules = AttentionOptions(self.dim**-0.5, **options)
+        return backend.paged_attention(q, self.k, self.v, tables, starts, ends, rules, lse, key_ends)
 
     def check(self, chunks: list[tuple[int, int, int]], **options) -> None:
         actual, expected = self.run(chunks, **options), self.run(chunks, reference, **options)
@@ -158,17 +161,15 @@ def test_sequences_without_queries_padding_and_empty_batches(device: str) -> Non
     none = torch.empty(0, dtype=torch.int32, device=device)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     empty = torch.empty(0, 4, 32, device=device)
-    assert attention.paged_attention(empty, case.k, case.v, case.tables[:0], zero, none, 1.0).shape == (
-        0,
-        4,
-        32,
-    )
+    assert attention.paged_attention(
+        empty, case.k, case.v, case.tables[:0], zero, none, AttentionOptions(1.0)
+    ).shape == (0, 4, 32)
     # A CUDA graph's batch: rows behind the last sequence, sequences of no length behind those.
     q = torch.cat([case.q[0][19:], case.q[1][29:], torch.zeros(3, 4, 32, device=device)])
     starts = torch.tensor([0, 1, 2, 2, 2, 2], dtype=torch.int32, device=device)
     ends = torch.tensor([20, 30, 0, 0, 0], dtype=torch.int32, device=device)
     tables = torch.cat([case.tables[:2], torch.zeros_like(case.tables)])
-    padded = attention.paged_attention(q, case.k, case.v, tables, starts, ends, 32**-0.5)
+    padded = attention.paged_attention(q, case.k, case.v, tables, starts, ends, AttentionOptions(32**-0.5))
     expected = case.run([(0, 19, 20), (1, 29, 30)], reference)
     torch.testing.assert_close(padded[:2], expected, rtol=1e-5, atol=1e-5)
 
@@ -182,7 +183,9 @@ def test_strided_queries_and_transposed_keys(device: str) -> None:
     case.k = case.k.transpose(2, 3).contiguous().transpose(2, 3)
     starts = torch.tensor([0, 10], dtype=torch.int32, device=device)
     ends = torch.tensor([40], dtype=torch.int32, device=device)
-    out = attention.paged_attention(view, case.k, case.v, case.tables, starts, ends, case.dim**-0.5)
+    out = attention.paged_attention(
+        view, case.k, case.v, case.tables, starts, ends, AttentionOptions(case.dim**-0.5)
+    )
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -53,7 +53,8 @@ class LatentAttention:
             interleaved=self.interleaved,
         )
         mixed = kernels.paged_attention(
-            *(q, self.keys, self.values, step.block_tables, step.query_start, step.seq_lens, self.scale)
+            *(q, self.keys, self.values, step.block_tables, step.query_start, step.seq_lens),
+            kernels.AttentionOptions(self.scale),
         )
         return kernels.linear(_by_head(mixed[:, :, rotary:], self.expand).flatten(1), self.o)
 

@@ -19,7 +19,7 @@ class SelfAttention:
 
     ``qkv`` projects to the query, key and value heads one after the other. ``cos_sin``: [positions, rotary] float32,
     rotary 0 where positions aren't rotated. ``q_norm``, ``k_norm``: [head_dim], an RMS norm of each head.
-    ``q_whole_norm``, ``k_whole_norm``: norms of all heads together. ``sinks``: [heads] float32, the score of a key without a value.
+    ``q_whole_norm``, ``k_whole_norm``: norms of all heads together.
     ``interleaved``: components 2i and 2i + 1 turn together, instead of the two halves. ``temperature``: [positions], a
     factor on queries.
     """
@@ -29,15 +29,12 @@ class SelfAttention:
     keys: Tensor
     values: Tensor
     cos_sin: Tensor
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
+    options: kernels.AttentionOptions
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
     q_whole_norm: Norm | None = None
     k_whole_norm: Norm | None = None
-    sinks: Tensor | None = None
     interleaved: bool = False
     temperature: Tensor | None = None
 
@@ -60,8 +57,7 @@ class SelfAttention:
         )
         mixed = kernels.paged_attention(
             *(q, self.keys, self.values, step.block_tables, step.query_start, step.seq_lens),
-            *(self.scale, self.window, self.softcap),
-            sinks=self.sinks,
+            self.options,
         )
         return kernels.linear(mixed.flatten(1), self.o)
 
@@ -100,14 +96,16 @@ def load_self_attention(
         keys=keys,
         values=values,
         cos_sin=cos_sin,
-        scale=config.head_dim**-0.5 if scale is None else scale,
-        window=config.windows[layer],
-        softcap=softcap,
+        options=kernels.AttentionOptions(
+            scale=config.head_dim**-0.5 if scale is None else scale,
+            window=config.windows[layer],
+            softcap=softcap,
+            sinks=sinks,
+        ),
         q_norm=norm("q_norm"),
         k_norm=norm("k_norm"),
         eps=config.rms_norm_eps,
         q_whole_norm=q_whole_norm,
         k_whole_norm=k_whole_norm,
-        sinks=sinks,
         interleaved=interleaved,
     )

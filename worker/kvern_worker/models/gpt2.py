@@ -84,7 +84,7 @@ def _block(
             keys=keys,
             values=values,
             cos_sin=table,
-            scale=config.scales[layer],
+            options=kernels.AttentionOptions(config.scales[layer]),
         ),
         mlp=Mlp(
             up=linear("mlp.c_fc", inner, hidden),

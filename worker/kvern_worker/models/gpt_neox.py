@@ -68,7 +68,7 @@ def _block(config: NeoxConfig, loader: WeightLoader, cache: KvCache, table: Tens
             keys=keys,
             values=values,
             cos_sin=table,
-            scale=config.head_dim**-0.5,
+            options=kernels.AttentionOptions(config.head_dim**-0.5),
         ),
         mlp=Mlp(
             up=loader.linear([f"{prefix}.mlp.dense_h_to_4h"], [inner], hidden, bias=True),

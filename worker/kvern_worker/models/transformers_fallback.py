@@ -178,9 +178,13 @@ class FallbackModel:
             *(q, k, v, step.positions, self._no_angles, step.slot_mapping, keys, values)
         )
         mixed = kernels.paged_attention(
-            *(q, keys, values, step.block_tables, step.query_start, step.seq_lens, scale),
-            *(window or self._windows[layer], float(options.get("softcap") or 0.0)),
-            sinks=options.get("s_aux"),
+            *(q, keys, values, step.block_tables, step.query_start, step.seq_lens),
+            kernels.AttentionOptions(
+                scale,
+                window or self._windows[layer],
+                float(options.get("softcap") or 0.0),
+                sinks=options.get("s_aux"),
+            ),
         )
         return mixed.unsqueeze(0)
 

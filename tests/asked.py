@@ -198,11 +198,11 @@ ROWS: dict[str, list[Row]] = {
             "`kvern bench serve`",
             ("e2e/test_bench.py", "cli/test_bench_client.py", SPELLINGS),
         ),
+        Row("parameter sweep", "`kvern bench sweep`", ("cli/test_bench_sweep.py",)),
         Row(
-            "profiler, parameter sweep, per-request timeline",
-            "",
-            missing="`kvern profile`, `kvern bench sweep`, `kvern explain`",
+            "traces", "`kvern bench serve --dataset-name mooncake, burstgpt`", ("cli/test_bench_workload.py",)
         ),
+        Row("profiler, per-request timeline", "", missing="`kvern profile`, `kvern explain`"),
     ],
     "Deployment": [
         Row(

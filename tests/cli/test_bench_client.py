@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from kvern_gateway.cli import bench_metrics, bench_serve
+from kvern_gateway.cli.bench_workload import Prompt, draw
 from kvern_gateway.cli.load_client import Connection, Pool, StreamRecord, Target
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -288,7 +289,7 @@ def sending_times(arrivals: list[float], seconds: float, max_concurrency: int | 
 
 def test_requests_are_sent_when_they_are_due() -> None:
     """Neither earlier nor later, however long the answers take; the clock is the test's."""
-    due = bench_serve.arrival_times(options(Target("h", 1), request_rate=40.0, num_prompts=200))
+    due = draw(options(Target("h", 1), request_rate=40.0, num_prompts=200))[1]
     assert due[-1] == pytest.approx(5.0)
     for seconds in (0.0, 0.001, 60.0):
         assert sending_times(due, seconds) == pytest.approx(due, abs=1e-6)
@@ -313,8 +314,8 @@ async def test_a_rate_stretches_a_run(fake: tuple[FakeServer, Target]) -> None:
 def test_equal_seeds_give_equal_prompts() -> None:
     target = Target("h", 1)
     chosen = options(target, random_range_ratio=0.5, random_prefix_len=4, random_vocab_size=1000)
-    first, again = bench_serve.random_prompts(chosen), bench_serve.random_prompts(chosen)
-    assert first == again != bench_serve.random_prompts(options(target, seed=1, random_range_ratio=0.5))
+    first, again = draw(chosen)[0], draw(chosen)[0]
+    assert first == again != draw(options(target, seed=1, random_range_ratio=0.5))[0]
     assert len({tuple(prompt.token_ids[:4]) for prompt in first}) == 1
     assert all(256 <= token < 1000 for prompt in first for token in prompt.token_ids)
     assert {len(prompt.token_ids) for prompt in first} <= set(range(4 + 2, 4 + 9))
@@ -322,7 +323,7 @@ def test_equal_seeds_give_equal_prompts() -> None:
 
 
 def test_requests_say_what_the_options_say() -> None:
-    prompt = bench_serve.Prompt([300, 301], 9)
+    prompt = Prompt([300, 301], 9)
     body = bench_serve.request_body(options(Target("h", 1), extra_body={"temperature": 0}), "m", prompt)
     assert body["prompt"] == [300, 301]
     assert (body["max_tokens"], body["stream"], body["ignore_eos"], body["temperature"]) == (9, True, True, 0)

@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from kvern_gateway.cli import bench_metrics
-from kvern_gateway.cli.bench_serve import ServeOptions, random_prompts
+from kvern_gateway.cli.bench_serve import ServeOptions
+from kvern_gateway.cli.bench_workload import draw
 from kvern_gateway.cli.load_client import StreamRecord
 from kvern_gateway.cli.stack import resolve_model
 
@@ -27,7 +28,7 @@ def run(options: ServeOptions, model: str | None, dtype: str) -> dict[str, Any]:
 
     path, name = resolve_model(model)
     loaded = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=getattr(torch, dtype)).eval()
-    prompts = random_prompts(options)
+    prompts, _ = draw(options)
     concurrency = options.max_concurrency or len(prompts)
     longest = max(len(prompt.token_ids) + prompt.output_len for prompt in prompts)
     pages = concurrency * (longest // _PAGE_SIZE + 2)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from kvern_gateway.cli import bench_metrics
+from kvern_gateway.cli.bench_workload import LoadOptions, Prompt, draw
 from kvern_gateway.cli.load_client import Pool, StreamRecord, Target
 
-# Low ids are often control tokens.
-_FIRST_RANDOM_ID = 256
 _WORDS = [
     "time",
     "year",
@@ -44,22 +43,13 @@ _WORDS = [
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(LoadOptions):
     """Meanings are those of vLLM's flags of the same names."""
 
     base_url: str = "http://127.0.0.1:8000"
     endpoint: str = "/v1/completions"
     model: str | None = None
-    num_prompts: int = 1000
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_prefix_len: int = 0
-    random_vocab_size: int = 16_384
-    request_rate: float = float("inf")
-    burstiness: float = 1.0
     max_concurrency: int | None = None
-    seed: int = 0
     ignore_eos: bool = True
     num_warmups: int = 0
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
@@ -68,38 +58,6 @@ class ServeOptions:
     extra_body: dict[str, Any] = field(default_factory=dict)
     headers: tuple[tuple[str, str], ...] = ()
     save_detailed: bool = False
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Random token ids for completions; as many short words for chat."""
-
-    token_ids: list[int]
-    output_len: int
-
-
-def random_prompts(options: ServeOptions) -> list[Prompt]:
-    """Lengths are uniform within ``length × (1 ± range_ratio)``; equal seeds give equal prompts."""
-    generator = np.random.default_rng(options.seed)
-
-    def lengths(mean: int) -> list[int]:
-        low = max(1, round(mean * (1 - options.random_range_ratio)))
-        high = max(low, round(mean * (1 + options.random_range_ratio)))
-        drawn: list[int] = generator.integers(low, high + 1, options.num_prompts).tolist()
-        return drawn
-
-    def ids(count: int) -> list[int]:
-        low = min(_FIRST_RANDOM_ID, options.random_vocab_size // 2)
-        drawn: list[int] = generator.integers(low, options.random_vocab_size, count).tolist()
-        return drawn
-
-    prefix = ids(options.random_prefix_len)
-    return [
-        Prompt(prefix + ids(input_len), output_len)
-        for input_len, output_len in zip(
-            lengths(options.random_input_len), lengths(options.random_output_len), strict=True
-        )
-    ]
 
 
 def request_body(options: ServeOptions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -120,22 +78,11 @@ def request_body(options: ServeOptions, model: str, prompt: Prompt) -> dict[str,
     }
 
 
-def arrival_times(options: ServeOptions) -> list[float]:
-    """Seconds from the start, one per prompt. Gamma-distributed gaps, scaled so that the mean rate is exact."""
-    if np.isinf(options.request_rate):
-        return [0.0] * options.num_prompts
-    generator = np.random.default_rng(options.seed + 1)
-    shape = options.burstiness
-    times = np.cumsum(generator.gamma(shape, 1 / (options.request_rate * shape), options.num_prompts))
-    scaled: list[float] = (times * (options.num_prompts / options.request_rate / times[-1])).tolist()
-    return scaled
-
-
 async def run(options: ServeOptions) -> dict[str, Any]:
     """Sends the load and returns the result under vLLM's keys. Raises ConnectionError when no server answers."""
     pool = Pool(Target.parse(options.base_url, options.headers))
     model = options.model or (await pool.get_json("/v1/models"))["data"][0]["id"]
-    prompts = random_prompts(options)
+    prompts, arrivals = draw(options)
     requests = [
         pool.target.post(options.endpoint, request_body(options, model, prompt)) for prompt in prompts
     ]
@@ -150,7 +97,7 @@ async def run(options: ServeOptions) -> dict[str, Any]:
     try:
         cpu_start = _cpu_seconds()
         start = perf_counter()
-        await _send_all(pool, requests, records, arrival_times(options), options.max_concurrency)
+        await _send_all(pool, requests, records, arrivals, options.max_concurrency)
         duration = perf_counter() - start
         cpu = _cpu_seconds() - cpu_start
     finally:
@@ -164,7 +111,8 @@ async def run(options: ServeOptions) -> dict[str, Any]:
         "label": None,
         "model_id": model,
         "tokenizer_id": None,
-        "num_prompts": options.num_prompts,
+        "num_prompts": len(prompts),
+        "dataset_name": options.dataset_name,
         "request_rate": "inf" if np.isinf(options.request_rate) else options.request_rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,

@@ -28,6 +28,7 @@ app.add_typer(bench, name="bench")
 app.command("up")(command_up.up)
 bench.command("overload")(bench_load.overload)
 bench.command("slow-clients")(bench_load.slow_clients)
+bench.command("sweep")(bench_load.sweep)
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,7 +82,18 @@ def bench_serve(
         str, typer.Option(help="/v1/completions or /v1/chat/completions")
     ] = "/v1/completions",
     model: Annotated[str | None, typer.Option(help="[default: the server's first]")] = None,
-    dataset_name: Annotated[str, typer.Option(help="random")] = "random",
+    dataset_name: Annotated[
+        str, typer.Option(help="random, prefix_repetition, or a trace to replay: mooncake, burstgpt")
+    ] = "random",
+    dataset_path: Annotated[
+        Path | None, typer.Option(help="The trace: Mooncake's JSONL, BurstGPT's CSV")
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="2 replays a trace in half its time")] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="0.5 halves a trace's lengths")] = 1.0,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(min=1)] = 256,
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(min=1)] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1)] = 10,
+    prefix_repetition_output_len: Annotated[int, typer.Option(min=1)] = 128,
     random_input_len: Annotated[int, typer.Option("--random-input-len", "--input-len")] = 1024,
     random_output_len: Annotated[int, typer.Option("--random-output-len", "--output-len")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share", min=0, max=1)] = 0.0,
@@ -123,12 +135,13 @@ def bench_serve(
     import json
 
     from kvern_gateway.cli import bench_serve as benchmark
+    from kvern_gateway.cli.bench_workload import DATASETS
 
     try:
-        if dataset_name != "random":
-            raise ValueError(f"--dataset-name {dataset_name!r}: only random is there")
-        if request_rate <= 0 or burstiness <= 0:
-            raise ValueError("--request-rate and --burstiness must be above 0")
+        if dataset_name not in DATASETS:
+            raise ValueError(f"--dataset-name {dataset_name!r}: choose from {', '.join(DATASETS)}")
+        if min(request_rate, burstiness, trace_speed, length_scale) <= 0:
+            raise ValueError("--request-rate, --burstiness, --trace-speed and --length-scale must be above 0")
         if compare not in (None, "transformers-cb"):
             raise ValueError(f"--compare {compare!r}: only transformers-cb is there")
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -136,6 +149,14 @@ def bench_serve(
             base_url=(base_url or f"http://{host}:{port}").removesuffix("/").removesuffix("/v1"),
             endpoint=endpoint,
             model=model,
+            dataset_name=dataset_name,
+            dataset_path=dataset_path,
+            trace_speed=trace_speed,
+            length_scale=length_scale,
+            prefix_repetition_prefix_len=prefix_repetition_prefix_len,
+            prefix_repetition_suffix_len=prefix_repetition_suffix_len,
+            prefix_repetition_num_prefixes=prefix_repetition_num_prefixes,
+            prefix_repetition_output_len=prefix_repetition_output_len,
             num_prompts=num_prompts,
             random_input_len=random_input_len,
             random_output_len=random_output_len,

@@ -106,22 +106,28 @@ async def _serve(
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.ensure_future(supervisor.failed)
     waiting: set[asyncio.Future[Any]] = {serving, stopping, failing}
+    working: asyncio.Future[None] | None = None
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
             supervisor.mark_ready()
+            waiting.remove(serving)
             if while_serving:
-                await while_serving(options)
-                return
-            _greet(options, console, times)
-            await asyncio.wait(waiting - {serving}, return_when=asyncio.FIRST_COMPLETED)
+                working = asyncio.ensure_future(while_serving(options))
+                waiting.add(working)
+            else:
+                _greet(options, console, times)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if working is not None and working.done():
+                working.result()
         if failing.done():
             raise failing.result()
     finally:
-        serving.cancel()
-        stopping.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
+        started = [task for task in (serving, stopping, working) if task is not None]
+        for task in started:
+            task.cancel()
+        await asyncio.gather(*started, return_exceptions=True)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from simulation.network import Network, SimServer
+from simulation.network import Network, SimChannel, SimServer
 from simulation.oracle import Oracle
 from simulation.stores import SimStore, StoreServer
 from simulation.world import Process, World
@@ -131,8 +131,11 @@ class GatewayNode(Node):
     def _main(self) -> None:
         addresses = [scheduler.name for scheduler in self.cluster.schedulers]
         self.world.random.shuffle(addresses)
-        self.client = SchedulerClient(addresses, self.name)
+        self.client = SchedulerClient(addresses, self.name, dial=self._dial)
         self.process.spawn(self.client.run())
+
+    def _dial(self, target: str) -> SimChannel:
+        return SimChannel(self.cluster.network, target)
 
     @property
     def ready(self) -> bool:

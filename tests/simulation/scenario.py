@@ -300,11 +300,11 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         cluster.note_engine(made)
         return made
 
-    def make_server(names: Any) -> SimServer:
+    def make_server(names: Any, tls: None = None) -> SimServer:
         assert world.current is not None
         return SimServer(network, world.current)
 
-    def make_channel(target: str) -> SimChannel:
+    def make_channel(target: str, tls: None = None) -> SimChannel:
         return SimChannel(network, target)
 
     replaced = {

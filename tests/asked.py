@@ -103,7 +103,15 @@ ROWS: dict[str, list[Row]] = {
             "`vllm:prefix_cache_*`, `kvern_cache_hit_rate`",
             ("scheduler/test_scheduler_metrics.py",),
         ),
-        Row("`--mamba-block-size`, hybrid models", "", missing=REFUSED),
+        Row(
+            "`--mamba-block-size`, hybrid models",
+            "a state per sequence, kept at block boundaries for prefix hits",
+            (
+                "parity/test_family_parity.py",
+                "scheduler/test_core_machine.py",
+                "worker/test_worker_states.py",
+            ),
+        ),
         Row("`--swap-space`, `--kv-offloading-size`", "", missing=REFUSED),
     ],
     "Scheduling": [
@@ -157,13 +165,14 @@ ROWS: dict[str, list[Row]] = {
     "Quantization": [
         Row(
             "GGUF",
-            "all of Q4_0 … Q8_0 and Q2_K … Q6_K as they are; several kinds in one projection converted",
-            ("worker/test_worker_gguf_kinds.py", "worker/test_worker_loaders.py"),
+            "Q4_0, Q4_1, Q8_0, Q4_K, Q6_K as they are; others converted",
+            ("worker/test_worker_loaders.py", "kernels/test_linear_kernel.py"),
         ),
         Row(
             "GPTQ, AWQ, FP8, W8A8, MXFP4",
-            "checkpoints as they are; `--quantization fp8 | int8 …` at load; fp8 is computed in bfloat16 on CPUs",
-            ("worker/test_worker_quantized.py", "kernels/test_quant_reference.py"),
+            "the kernels' meaning",
+            ("kernels/test_quant_reference.py",),
+            "checkpoints of these kinds",
         ),
     ],
     "LoRA and multimodal": [

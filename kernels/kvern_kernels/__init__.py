@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from kvern_kernels.reference_sampling import penalize_logits as penalize_logits
     from kvern_kernels.reference_sampling import philox_uniform as philox_uniform
     from kvern_kernels.reference_sampling import sample as sample
+    from kvern_kernels.reference_states import causal_conv as causal_conv
+    from kvern_kernels.reference_states import gated_delta_scan as gated_delta_scan
+    from kvern_kernels.reference_states import mamba_scan as mamba_scan
 
 OPS = (
     "pack_linear",
@@ -89,6 +92,9 @@ OPS = (
     "lora_plan",
     "lora_shrink",
     "lora_expand",
+    "causal_conv",
+    "mamba_scan",
+    "gated_delta_scan",
 )
 
 

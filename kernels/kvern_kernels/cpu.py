@@ -28,6 +28,9 @@ from kvern_kernels.cpu_quant import pack_gguf as pack_gguf
 from kvern_kernels.cpu_quant import pack_gptq as pack_gptq
 from kvern_kernels.cpu_quant import pack_int8 as pack_int8
 from kvern_kernels.cpu_quant import pack_mxfp4 as pack_mxfp4
+from kvern_kernels.cpu_states import causal_conv as causal_conv
+from kvern_kernels.cpu_states import gated_delta_scan as gated_delta_scan
+from kvern_kernels.cpu_states import mamba_scan as mamba_scan
 
 NAME = f"cpu/{LIBRARY.kvern_variant().decode()}"
 DEVICES = ("cpu",)

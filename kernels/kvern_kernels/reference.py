@@ -337,3 +337,4 @@ from kvern_kernels.reference_sampling import (  # noqa: E402, F401
     philox_uniform,
     sample,
 )
+from kvern_kernels.reference_states import causal_conv, gated_delta_scan, mamba_scan  # noqa: E402, F401

@@ -25,6 +25,10 @@ def plan_to_pb(plan: Plan, epoch: int) -> worker_pb2.StepPlan:
     if plan.prefill_slots:
         pb.prefill_slots = pack_u32(plan.prefill_slots)
         pb.prefill_lengths = pack_u32(plan.prefill_lengths)
+    if plan.saves.slots:
+        pb.save_slots = pack_u32(plan.saves.slots)
+        pb.save_state_blocks = pack_u32(plan.saves.blocks)
+        pb.save_state_generations = pack_u32(plan.saves.generations)
     if plan.entries:
         pb.new_sequences.extend(map(_entry_to_pb, plan.entries))
     return pb
@@ -45,6 +49,7 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
         block_ids=pack_u32(entry.blocks),
         block_generations=pack_u32(entry.generations),
         params=params,
+        state_block=entry.state_block,
     )
 
 

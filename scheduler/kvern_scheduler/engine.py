@@ -247,7 +247,7 @@ class Engine:
             idle = not any(group.batch.num_running for group in self.cell.groups.values())
             if idle and not checked:
                 for group in self.cell.groups.values():
-                    if not group.pool.adds_up():
+                    if not all(pool.adds_up() for pool in group.pools):
                         log.error("group %d: free, cached and held blocks do not add up", group.index)
             checked = idle
 

@@ -159,6 +159,7 @@ class Worker:
                 description.block_size,
                 description.max_num_seqs,
                 description.max_num_batched_tokens,
+                description.num_state_blocks,
             )
             self.instance_id = description.instance_id
             self._restore_index(self.group, unpack_u32(inventory.generations), entries)
@@ -197,13 +198,18 @@ class Worker:
         entries: IndexEntries | None,
     ) -> None:
         """Believes the committed index where the worker still holds that generation of the block."""
-        group.pool.generations[:] = generations
         self._indexed.discard(self.instance_id)
-        if entries is None:
-            return
-        valid = generations[entries.blocks] == entries.generations
-        hashes = np.frombuffer(entries.hashes, HASH)[valid].tolist()
-        group.pool.restore(entries.blocks[valid], hashes, entries.generations[valid])
+        first = 0
+        for pool in group.pools:
+            end = first + pool.num_blocks
+            pool.generations[:] = generations[first:end]
+            if entries is not None:
+                valid = generations[entries.blocks] == entries.generations
+                valid &= (entries.blocks >= first) & (entries.blocks < end)
+                hashes = np.frombuffer(entries.hashes, HASH)[valid].tolist()
+                blocks = entries.blocks[valid] - np.uint32(first)
+                pool.restore(blocks, hashes, entries.generations[valid])
+            first = end
 
     async def _read(self) -> worker_pb2.ExecuteResponse:
         response = await self._call.read()

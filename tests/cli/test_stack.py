@@ -95,6 +95,13 @@ def test_stale_sockets_are_cleared(tmp_path: Path) -> None:
     assert not chosen.socket("worker").exists()
 
 
+def test_a_flag_without_effect_is_refused() -> None:
+    stack.check_flags({"mamba_block_size": 64})
+    stack.check_flags({"mamba_block_size": 64, "enable_prefix_caching": True})
+    with pytest.raises(stack.UsageError, match="--mamba-block-size has no effect"):
+        stack.check_flags({"mamba_block_size": 64, "enable_prefix_caching": False})
+
+
 def test_the_default_model_ships_with_a_package() -> None:
     path, name = stack.resolve_model(None)
     assert path.suffix == ".gguf"

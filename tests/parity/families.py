@@ -64,10 +64,21 @@ DEEPSEEK = {
 }
 
 
+MAMBA = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """``prefix``: of the classes in transformers. ``max_model_len``: what the worker is told. ``change`` may rewrite the
-    model and its saved folder alike. ``exact``: bits depend on nothing but a sequence's own tokens."""
+    model and its saved folder alike. ``exact``: bits depend on nothing but a sequence's own tokens.
+    ``state_block_size``: of a hybrid, tokens between checkpoints of its states."""
 
     prefix: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +86,7 @@ class Family:
     max_model_len: int | None = None
     change: Callable[[Any, Path], None] | None = None
     exact: bool = True
+    state_block_size: int | None = None
 
     @property
     def architecture(self) -> str:
@@ -237,6 +249,47 @@ FAMILIES: dict[str, Family] = {
             "attn_scale": 0.5,
         },
         "Llama4ForCausalLM",
+    ),
+    "Bamba": Family("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}, state_block_size=16),
+    "Granite 4, dense hybrid": Family(
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            **GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 88,
+        },
+        state_block_size=16,
+    ),
+    "Granite 4, hybrid with experts": Family(
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            **GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+        },
+        state_block_size=32,
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 20,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+        state_block_size=16,
     ),
     # Families without a file: transformers' own code.
     "Cohere": Family("Cohere", {"logit_scale": 0.5}),

@@ -42,7 +42,12 @@ def check(family: Family, folder: Path, num_prompts: int, length: int) -> Parity
     reference = family.make()
     family.save(reference, folder)
     started = time.perf_counter()
-    executor = load_executor(folder, max_model_len=family.max_model_len, threads=1)
+    executor = load_executor(
+        folder,
+        max_model_len=family.max_model_len,
+        mamba_block_size=family.state_block_size,
+        threads=1,
+    )
     load_seconds = time.perf_counter() - started
     rng = random.Random(num_prompts)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(9, 60))] for _ in range(num_prompts)]

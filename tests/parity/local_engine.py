@@ -39,6 +39,7 @@ class LocalEngine:
             description.block_size,
             description.max_num_seqs,
             description.max_num_batched_tokens,
+            description.num_state_blocks,
         )
         self._executor = executor
         self._count = 0

@@ -43,7 +43,8 @@ class CoreHarness:
         self.executor = SimExecutor(self.config)
         d = self.executor.describe()
         return self.cell.add_group(
-            d.model, d.num_blocks, d.block_size, d.max_num_seqs, d.max_num_batched_tokens
+            *(d.model, d.num_blocks, d.block_size, d.max_num_seqs, d.max_num_batched_tokens),
+            d.num_state_blocks,
         )
 
     def submit(

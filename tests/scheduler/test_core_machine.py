@@ -27,11 +27,23 @@ class CoreMachine(RuleBasedStateMachine):
         slots=st.integers(1, 6),
         caching=st.booleans(),
         max_preemptions=st.integers(0, 2),
+        state_blocks=st.sampled_from([None, None, (0, 8), (1, 4), (3, 8), (20, 4), (20, 12)]),
     )
-    def start(self, num_blocks: int, budget: int, slots: int, caching: bool, max_preemptions: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        slots: int,
+        caching: bool,
+        max_preemptions: int,
+        state_blocks: tuple[int, int] | None,
+    ) -> None:
+        num_state_blocks, state_block_size = state_blocks or (0, 0)
         config = SimConfig(
             num_blocks=num_blocks,
             block_size=4,
+            num_state_blocks=num_state_blocks,
+            state_block_size=state_block_size,
             max_num_seqs=slots,
             max_num_batched_tokens=budget,
             max_model_len=40,
@@ -103,8 +115,8 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.core.run()
         self.core.cell.check_integrity()
-        pool = self.core.group.pool
-        assert pool.num_available == pool.num_blocks
+        for pool in self.core.group.pools:
+            assert pool.num_available == pool.num_blocks
         for request in self.requests:
             for sequence in request.sequences:
                 self.check(sequence)

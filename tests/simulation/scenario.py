@@ -44,6 +44,8 @@ answer was lost is waited for for 3 s, and so may the claim after it be; computi
 token for 8 steps."""
 CHECK_S = 0.05
 VOCABULARY = 997
+# A model that also keeps states.
+HYBRID = {"num_state_blocks": 3, "state_block_size": 8}
 
 
 @dataclass
@@ -106,6 +108,7 @@ class Simulation:
             max_num_seqs=draw.choice([2, 4, 8]),
             max_num_batched_tokens=draw.choice([8, 16, 32]),
             strict=True,
+            **random.Random(f"states {seed}").choice([{}, {}, HYBRID]),
         )
         self.network.step_s = draw.choice([0.005, 0.02, 0.02, 0.08, 0.2])
         self.cluster = Cluster(world, self.network, self.store, self.oracle, self.sim)
@@ -231,9 +234,9 @@ class Simulation:
         assert leader is not None and leader.engine is not None
         self._check_integrity(leader.engine, leader.name)
         for group in leader.engine.cell.groups.values():
-            pool = group.pool
-            if pool.num_free + pool.num_cached != pool.num_blocks or group.num_reserved:
-                oracle.violated(f"group {group.index}: {pool.num_blocks - pool.num_available} blocks leak")
+            leaks = [pool.num_blocks - pool.num_available for pool in group.pools]
+            if any(leaks) or group.num_reserved:
+                oracle.violated(f"group {group.index}: blocks leak: {leaks} of each pool")
         for request in leader.engine.cell.requests.values():
             for sequence in request.sequences:
                 if sequence.state is not State.FINISHED or not sequence.announced:

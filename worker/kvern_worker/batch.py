@@ -188,6 +188,8 @@ class PersistentBatch:
             block_tables=torch.from_numpy(self.block_table[slots, :width]),
             query_start=torch.from_numpy(query_start),
             seq_lens=torch.from_numpy(ends.astype(np.int32)),
+            state_rows=torch.from_numpy(slots),
+            fresh=torch.from_numpy(rows.starts == 0),
         )
 
     def advance(self, rows: Rows) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
-from kvern_worker.quantization import Quantization, parse_quantization
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 SAFETENSORS_STRATEGIES = ("auto", "lazy", "eager", "prefetch")
@@ -47,9 +47,22 @@ class RopeConfig:
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+@dataclass(frozen=True)
+class StateShapes:
+    """What ``layers`` keep of a sequence beside keys and values: one float32 tensor of each of ``shapes``."""
+
+    layers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sequence, over all layers."""
+        return 4 * len(self.layers) * sum(prod(shape) for shape in self.shapes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes in elements. ``num_kv_heads`` and ``head_dim`` are those of the KV cache, in every layer."""
+    """Sizes in elements. ``num_kv_heads`` and ``head_dim`` are those of the KV cache, in every layer that has one."""
 
     architecture: str
     vocab_size: int
@@ -62,8 +75,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     # Of the checkpoint: "float32", "bfloat16" or "float16".
     dtype: str = "bfloat16"
-    # How the checkpoint's matrices are quantized, where it is a folder and they are.
-    quantization: Quantization | None = None
+    # Of a hybrid: what its layers without keys and values keep instead.
+    states: StateShapes | None = None
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values in the cache."""
+        without = self.states.layers if self.states is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +205,6 @@ def model_fields(raw: HfConfig, *, tie: bool = False) -> dict[str, Any]:
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", tie)),
         "eos_token_ids": raw.eos_token_ids,
         "dtype": _parse_dtype(raw),
-        "quantization": parse_quantization(raw),
     }
 
 

@@ -51,6 +51,7 @@ class ModelExecutor:
         self._batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
         )
+        self._state_generations = np.zeros(cache.num_checkpoints, np.uint32)
         self._sampling = SamplingState(limits.max_num_seqs, info.vocab_size, tuple(info.eos_token_ids))
 
     def describe(self) -> worker_pb2.DescribeResponse:
@@ -62,10 +63,11 @@ class ModelExecutor:
             max_num_seqs=self._limits.max_num_seqs,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             device="cpu",
+            num_state_blocks=self._cache.num_checkpoints,
         )
 
     def generations(self) -> npt.NDArray[np.uint32]:
-        return self._batch.generations
+        return np.concatenate((self._batch.generations, self._state_generations))
 
     def reset(self) -> None:
         self._batch.reset()
@@ -82,6 +84,7 @@ class ModelExecutor:
         result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
         rows = self._apply(plan, result)
         if not len(rows.slots):
+            self._save_states(plan)
             return result
         step = self._batch.prepare(rows)
         prepared = time.perf_counter()
@@ -91,6 +94,7 @@ class ModelExecutor:
         forwarded = time.perf_counter()
         prompt = self._prompt_logprobs(rows, states, result)
         self._batch.advance(rows)
+        self._save_states(plan)
         if logits is not None:
             slots = rows.slots[rows.samples]
             fine = ~self._batch.failed[slots]
@@ -118,6 +122,7 @@ class ModelExecutor:
                 raise plan_error("new_sequences", f"slot {new.slot} is not below {self._limits.max_num_seqs}")
             try:
                 batch.add(new)
+                self._restore_state(new)
                 tokens = batch.tokens[new.slot, : batch.num_tokens[new.slot]]
                 self._sampling.add(new.slot, new.params, tokens, new.num_prompt_tokens)
             except PlanError:
@@ -146,6 +151,29 @@ class ModelExecutor:
             raise plan_error("copy_targets", f"a block to copy is not below {self._cache.num_blocks}")
         self._cache.copy_blocks(
             torch.from_numpy(sources.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+        )
+
+    def _restore_state(self, new: worker_pb2.NewSequence) -> None:
+        """Gives a sequence that has computed tokens the state after them. Raises PlanError where none is named."""
+        if not self._cache.states or not new.num_computed_tokens:
+            return
+        if not new.HasField("state_block") or new.state_block >= self._cache.num_checkpoints:
+            raise plan_error("state_block", f"slot {new.slot} enters without the checkpoint of a state")
+        self._cache.restore_states(torch.tensor([new.state_block]), torch.tensor([new.slot]))
+
+    def _save_states(self, plan: worker_pb2.StepPlan) -> None:
+        """Keeps the states that the plan wants kept, and the generations of where they are."""
+        if not plan.save_slots:
+            return
+        slots, blocks = unpack_u32(plan.save_slots), unpack_u32(plan.save_state_blocks)
+        generations = unpack_u32(plan.save_state_generations)
+        if not len(slots) == len(blocks) == len(generations):
+            raise plan_error("save_slots", "the arrays of saved states differ in length")
+        if slots.max() >= self._limits.max_num_seqs or blocks.max() >= self._cache.num_checkpoints:
+            raise plan_error("save_slots", "a slot or checkpoint is out of range")
+        self._state_generations[blocks] = generations
+        self._cache.save_states(
+            torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(blocks.astype(np.int64))
         )
 
     def _sample(

@@ -22,8 +22,7 @@ from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
-from kvern_worker.quantization import Asked
-from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_kv
+from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_hybrid, size_kv
 from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern_worker.weights.loader import WeightLoader
 
@@ -55,16 +54,13 @@ class LoadOptions:
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
+    mamba_block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     threads: int | None = None
     keep_quantized: bool | None = None
-    quantization: str | None = None
-    gptq_bits: int | None = None
-    gptq_group_size: int | None = None
-    awq_bits: int | None = None
     safetensors_load_strategy: str = "auto"
     trust_remote_code: bool = False
 
@@ -78,7 +74,6 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             *(options.model, options.load_format),
             strategy=options.safetensors_load_strategy,
             trust_remote_code=options.trust_remote_code,
-            asked=Asked(options.quantization, options.gptq_bits, options.gptq_group_size, options.awq_bits),
         )
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
         progress.start(checkpoint.source.total_bytes)
@@ -88,8 +83,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     size = _size(options, checkpoint, dtype, kv_dtype)
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
-        large = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
-        keep_quantized = large if checkpoint.load_format == "gguf" else True
+        keep_quantized = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
     with _phase(
         "kv_cache",
         dtype=kv_dtype_name,
@@ -100,22 +94,22 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         tokens=size.num_tokens,
         max_model_len=size.max_model_len,
         max_concurrency=f"{size.max_concurrency:.2f}",
+        **({"states": size.state_slots, "checkpoints": size.num_checkpoints} if size.state_slots else {}),
     ):
         cache = KvCache(
-            config.num_layers,
+            config.kv_layers,
             size.num_blocks,
             config.num_kv_heads,
             size.block_size,
             config.head_dim,
             kv_dtype,
+            config.states,
+            size.state_slots,
+            size.num_checkpoints,
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
-        loader = WeightLoader(
-            *(checkpoint.source, dtype, progress.add, threads, keep_quantized),
-            quantization=config.quantization,
-            online=checkpoint.online,
-        )
+        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
         model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
@@ -131,10 +125,10 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         num_parameters=loader.num_parameters,
         digest=hashlib.sha256(checkpoint.digest + f"{dtype_name} {kv_dtype_name}".encode()).digest(),
         kv_cache_dtype=kv_dtype_name,
+        state_block_size=size.state_block_size,
     )
-    limits = Limits(
-        options.max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block
-    )
+    max_num_seqs = size.state_slots or options.max_num_seqs
+    limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
     return ModelExecutor(model, cache, info, limits, threads)
 
 
@@ -188,7 +182,7 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
     config = checkpoint.config
     available, weights = available_memory(), weight_bytes(checkpoint, dtype)
     per_block = block_bytes(
-        config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
+        len(config.kv_layers), config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
     )
     if weights + per_block > available:
         name, parts = str(dtype).removeprefix("torch."), weight_parts(checkpoint, dtype)
@@ -212,7 +206,17 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
                 "the KV cache reaches beyond what is free, and may be swapped or killed",
             ),
         )
-    return size_kv(pool, per_block, options.block_size, options.max_model_len, config.max_positions)
+    lengths = (options.block_size, options.max_model_len, config.max_positions)
+    if config.states is None:
+        if options.mamba_block_size is not None:
+            log.warning(
+                "phase=states reason=%r", "--mamba-block-size has no effect: the model keeps no states"
+            )
+        return size_kv(pool, per_block, *lengths)
+    return size_hybrid(
+        *(pool, per_block, config.states.num_bytes, options.max_num_seqs, options.mamba_block_size),
+        *lengths,
+    )
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -226,9 +230,8 @@ def weight_parts(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     parts = {"embedding and head": 0, "experts": 0, "other layers": 0}
     for name, info in checkpoint.source.infos.items():
         count = prod(info.shape)
-        # Integers: quantized, and kept so. One byte an element: float8, that becomes bfloat16 or wider.
-        integers = info.dtype is not None and not info.dtype.is_floating_point
-        size = info.num_bytes if integers else count * dtype.itemsize
+        # One byte an element: quantized, and kept so.
+        size = info.num_bytes if info.num_bytes == count else count * dtype.itemsize
         ends = not re.search(r"\.\d+\.", name) and len(info.shape) > 1
         parts["embedding and head" if ends else "experts" if "experts" in name else "other layers"] += size
     if config.tie_word_embeddings:

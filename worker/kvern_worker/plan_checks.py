@@ -7,12 +7,15 @@ from kvern.rpc.packing import unpack_u32
 from kvern.v1 import error_pb2, worker_pb2
 
 
-def check_plan(plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int) -> None:
+def check_plan(
+    plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int, num_state_blocks: int = 0
+) -> None:
     """Raises INVALID_ARGUMENT where an array is ragged, or names a slot or block that does not exist."""
     for slots_field, others in (
         ("append_slots", ("append_blocks", "append_generations")),
         ("copy_sources", ("copy_targets",)),
         ("prefill_slots", ("prefill_lengths",)),
+        ("save_slots", ("save_state_blocks", "save_state_generations")),
     ):
         size = len(getattr(plan, slots_field))
         for other in others:
@@ -26,6 +29,8 @@ def check_plan(plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int) ->
         ("copy_targets", num_blocks),
         ("prefill_slots", max_num_seqs),
         ("decode_slots", max_num_seqs),
+        ("save_slots", max_num_seqs),
+        ("save_state_blocks", num_state_blocks),
     ):
         packed = getattr(plan, field)
         if packed:
@@ -39,6 +44,11 @@ def check_plan(plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int) ->
             raise invalid("token_ids", f"step {plan.step}: token_ids are empty or ragged")
         if new.block_ids:
             _check_below(plan, "block_ids", new.block_ids, num_blocks)
+        if new.HasField("state_block") and new.state_block >= num_state_blocks:
+            raise invalid(
+                "state_block",
+                f"step {plan.step}: checkpoint {new.state_block} is not below {num_state_blocks}",
+            )
 
 
 def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: int) -> None:

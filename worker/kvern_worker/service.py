@@ -279,7 +279,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         stream.step = plan.step
         self._step = plan.step
-        check_plan(plan, self._description.max_num_seqs, self._description.num_blocks)
+        description = self._description
+        check_plan(plan, description.max_num_seqs, description.num_blocks, description.num_state_blocks)
 
     def _take_over(self, stream: _Stream, epoch: int) -> None:
         """The stream's first plan: whoever drove the batch before does so no longer."""

@@ -39,6 +39,9 @@ class SimConfig:
     eos_token_ids: tuple[int, ...] = (2,)
     num_blocks: int = 8192
     block_size: int = 16
+    # Of a pretended hybrid: checkpoints of its states, and the tokens between them.
+    num_state_blocks: int = 0
+    state_block_size: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     step_us: int = 0
@@ -76,6 +79,7 @@ class SimExecutor:
         self.config = config
         self.inline = config.step_us == 0
         self._generations = np.zeros(config.num_blocks, np.uint32)
+        self._state_generations = np.zeros(config.num_state_blocks, np.uint32)
         slots = config.max_num_seqs
         self._active = np.zeros(slots, bool)
         self._last = np.zeros(slots, np.int64)
@@ -98,6 +102,7 @@ class SimExecutor:
                 max_model_len=c.max_model_len,
                 eos_token_ids=c.eos_token_ids,
                 digest=hashlib.sha256(repr(c).encode()).digest(),
+                state_block_size=c.state_block_size,
             ),
             num_blocks=c.num_blocks,
             block_size=c.block_size,
@@ -105,10 +110,11 @@ class SimExecutor:
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
             device="sim",
+            num_state_blocks=c.num_state_blocks,
         )
 
     def generations(self) -> npt.NDArray[np.uint32]:
-        return self._generations.copy()
+        return np.concatenate((self._generations, self._state_generations))
 
     def reset(self) -> None:
         self._active[:] = False
@@ -136,6 +142,11 @@ class SimExecutor:
             decoded = np.concatenate([prefilled, decoded])
         if decoded.size:
             self._sample(plan, decoded, 0 if prefilled is None else prefilled.size, result)
+        if plan.save_slots:
+            blocks = unpack_u32(plan.save_state_blocks)
+            self._state_generations[blocks] = unpack_u32(plan.save_state_generations)
+            if self._shadow is not None:
+                self._shadow.checkpoints[blocks] = self._shadow.states[unpack_u32(plan.save_slots)]
         self._pretend_to_work(started)
         result.forward_us = int((time.perf_counter() - started) * 1e6)
         return result
@@ -159,6 +170,7 @@ class SimExecutor:
         if self._shadow is not None:
             computed_blocks = -(-new.num_computed_tokens // self.config.block_size)
             self._shadow.enter(slot, tokens, blocks, generations, computed_blocks, self._generations)
+            self._shadow.restore(slot, new.state_block if new.HasField("state_block") else None)
         self._generations[blocks] = generations
 
     def _prefill(self, plan: worker_pb2.StepPlan, result: worker_pb2.StepResult) -> npt.NDArray[np.uint32]:
@@ -262,6 +274,10 @@ class _Shadow:
         self.table_generations = np.zeros((config.max_num_seqs, max_blocks), np.uint32)
         self.num_blocks = np.zeros(config.max_num_seqs, np.int64)
         self.prefix: dict[int, list[int]] = {}
+        # Of a hybrid: the prefix that each slot's state, and each checkpoint, has taken in.
+        self.is_hybrid = config.state_block_size > 0
+        self.states = np.zeros(config.max_num_seqs, np.uint64)
+        self.checkpoints = np.zeros(config.num_state_blocks, np.uint64)
 
     def enter(
         self,
@@ -284,6 +300,9 @@ class _Shadow:
             prefix = (prefix * _MULTIPLIER + token + 1) & _MASK
             hashes.append(prefix)
         self.prefix[slot] = hashes
+
+    def restore(self, slot: int, checkpoint: int | None) -> None:
+        self.states[slot] = 0 if checkpoint is None else self.checkpoints[checkpoint]
 
     def extend(self, slot: int, token: int) -> None:
         hashes = self.prefix[slot]
@@ -321,5 +340,8 @@ class _Shadow:
         if (keys[:start] != hashes[:start]).any():
             wrong = int(np.flatnonzero(keys[:start] != hashes[:start])[0])
             raise ShadowError(f"slot {slot}: position {wrong} holds another prefix's KV")
+        if self.is_hybrid and self.states[slot] != (hashes[start - 1] if start else 0):
+            raise ShadowError(f"slot {slot}: its state is not the one after {start} tokens")
+        self.states[slot] = hashes[-1]
         positions = np.arange(start, end)
         self.kv[blocks[positions // size], positions % size] = hashes[start:end]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
@@ -12,15 +13,22 @@ GIB = 2**30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_CPU_UTILIZATION = 0.5
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class KvSize:
-    """``num_blocks`` of ``block_size`` tokens, ``bytes_per_block`` over all layers."""
+    """``num_blocks`` of ``block_size`` tokens, ``bytes_per_block`` over all layers. Of a hybrid: ``state_slots`` sequences,
+    and ``num_checkpoints`` of a state after a multiple of ``state_block_size`` tokens, each of ``bytes_per_state``."""
 
     num_blocks: int
     block_size: int
     bytes_per_block: int
     max_model_len: int
+    state_slots: int = 0
+    num_checkpoints: int = 0
+    state_block_size: int = 0
+    bytes_per_state: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -28,12 +36,63 @@ class KvSize:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        states = (self.state_slots + self.num_checkpoints) * self.bytes_per_state
+        return self.num_blocks * self.bytes_per_block + states
 
     @property
     def max_concurrency(self) -> float:
         """Requests of the full length that fit at once."""
         return self.num_blocks / -(-self.max_model_len // self.block_size)
+
+
+def size_hybrid(
+    pool_bytes: int,
+    bytes_per_block: int,
+    bytes_per_state: int,
+    max_num_seqs: int,
+    state_block_size: int | None,
+    block_size: int,
+    max_model_len: int | None,
+    max_positions: int,
+) -> KvSize:
+    """Half of the pool for states, the other for blocks. Of the states at least half are checkpoints, and no more than
+    can belong to the blocks. ``state_block_size`` None: about 256 tokens. Raises KvernError where it is no multiple of
+    ``block_size``, or where not even two states fit."""
+    if state_block_size is None:
+        state_block_size = max(1, 256 // block_size) * block_size
+    if state_block_size <= 0 or state_block_size % block_size:
+        raise invalid(
+            "mamba_block_size",
+            f"mamba-block-size must be a multiple of the block size {block_size}, is {state_block_size}",
+            value=state_block_size,
+        )
+    states = pool_bytes // 2 // bytes_per_state
+    if states < 2:
+        raise invalid(
+            "kv_cache_memory_bytes",
+            f"half of {pool_bytes} bytes of KV cache hold {states} states of {bytes_per_state} bytes, and a sequence and a "
+            "checkpoint of one are needed; raise --kv-cache-memory-bytes, or free memory",
+            value=pool_bytes,
+            limit=4 * bytes_per_state,
+        )
+    slots = min(max_num_seqs, states // 2)
+    if slots < max_num_seqs:
+        log.warning(
+            "phase=states max_num_seqs=%d reason=%r",
+            slots,
+            f"--max-num-seqs {max_num_seqs} states do not fit",
+        )
+    most = max(1, pool_bytes // 2 // bytes_per_block * block_size // state_block_size)
+    checkpoints = min(states - slots, most)
+    left = pool_bytes - (slots + checkpoints) * bytes_per_state
+    size = size_kv(left, bytes_per_block, block_size, max_model_len, max_positions)
+    return replace(
+        size,
+        state_slots=slots,
+        num_checkpoints=checkpoints,
+        state_block_size=state_block_size,
+        bytes_per_state=bytes_per_state,
+    )
 
 
 def parse_length(text: str) -> int | None:

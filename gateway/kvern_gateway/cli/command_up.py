@@ -77,6 +77,9 @@ def up(
     ] = None,
     max_model_len: Annotated[str | None, typer.Option(help="Prompt plus output tokens, or auto")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block")] = None,
+    mamba_block_size: Annotated[
+        int | None, typer.Option(help="Of hybrid models: tokens between checkpoints of a state")
+    ] = None,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes of KV cache")] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of memory to use where no bytes are given")
@@ -108,15 +111,6 @@ def up(
             "--trust-remote-code/--no-trust-remote-code", help="Run code that the model's folder brings"
         ),
     ] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="Quantize at load: fp8, fp8_per_channel, fp8_per_block, int8; a checkpoint says itself"
-        ),
-    ] = None,
-    gptq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
-    gptq_group_size: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
-    awq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,
@@ -135,6 +129,7 @@ def up(
 
     times = StartTimes()
     try:
+        stack.check_flags(flags)
         path, name = stack.resolve_model(model)
         directory = (data_dir or _default_data_dir()).expanduser().resolve()
         options = stack.StackOptions(

@@ -36,6 +36,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "kv_cache_dtype",
         "max_model_len",
         "block_size",
+        "mamba_block_size",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
         "max_num_seqs",
@@ -44,10 +45,6 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "load_format",
         "safetensors_load_strategy",
         "trust_remote_code",
-        "quantization",
-        "gptq_bits",
-        "gptq_group_size",
-        "awq_bits",
         "device",
         "sim_step_us",
         "sim_num_blocks",
@@ -68,6 +65,15 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
 
 class UsageError(Exception):
     """The command cannot be carried out as given; the message says why and what to do."""
+
+
+def check_flags(flags: Mapping[str, object]) -> None:
+    """Raises UsageError where one flag of the services takes another's effect away."""
+    if flags.get("mamba_block_size") is not None and flags.get("enable_prefix_caching") is False:
+        raise UsageError(
+            "--mamba-block-size has no effect with --no-enable-prefix-caching, since states are kept for prefix hits; "
+            "leave one of them out"
+        )
 
 
 @dataclass(frozen=True)

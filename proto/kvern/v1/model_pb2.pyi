@@ -33,6 +33,7 @@ class ModelInfo(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    STATE_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests use (`--served-model-name`)."""
     architecture: _builtins.str
@@ -49,6 +50,10 @@ class ModelInfo(_message.Message):
     """
     kv_cache_dtype: _builtins.str
     """fp32, bf16, fp16, fp8, fp8_e5m2, int8: what a KV block holds."""
+    state_block_size: _builtins.int
+    """Tokens between possible checkpoints of a sequence's state, a multiple of the KV block size; 0: the model has
+    keys and values only. A prefix hit of a model with states is as long as its last checkpoint.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -63,10 +68,11 @@ class ModelInfo(_message.Message):
         num_parameters: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         kv_cache_dtype: _builtins.str = ...,
+        state_block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

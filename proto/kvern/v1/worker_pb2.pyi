@@ -76,6 +76,7 @@ class DescribeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     LAST_STEP_UNIX_MS_FIELD_NUMBER: _builtins.int
+    NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     phase: Global___WorkerPhase.ValueType
     loaded_bytes: _builtins.int
     """Bytes read of bytes in all, while loading."""
@@ -94,6 +95,8 @@ class DescribeResponse(_message.Message):
     steps: _builtins.int
     """Steps run so far, and Unix milliseconds of the last one: liveness follows progress."""
     last_step_unix_ms: _builtins.int
+    num_state_blocks: _builtins.int
+    """Of a model with states: checkpoints of them. Ids are 0 … num_state_blocks − 1."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Set when the phase is FAILED."""
@@ -119,10 +122,11 @@ class DescribeResponse(_message.Message):
         device: _builtins.str = ...,
         steps: _builtins.int = ...,
         last_step_unix_ms: _builtins.int = ...,
+        num_state_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -168,6 +172,9 @@ class StepPlan(_message.Message):
     PREFILL_SLOTS_FIELD_NUMBER: _builtins.int
     PREFILL_LENGTHS_FIELD_NUMBER: _builtins.int
     DECODE_SLOTS_FIELD_NUMBER: _builtins.int
+    SAVE_SLOTS_FIELD_NUMBER: _builtins.int
+    SAVE_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
+    SAVE_STATE_GENERATIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     released_slots: _builtins.bytes
@@ -189,6 +196,12 @@ class StepPlan(_message.Message):
     prefill_lengths: _builtins.bytes
     decode_slots: _builtins.bytes
     """uint32: slots that run one token each, the last one sampled, and sample the next."""
+    save_slots: _builtins.bytes
+    """States kept when the step is done, as they are then: three parallel arrays, uint32: slot, checkpoint,
+    and the checkpoint's generation, which the worker records.
+    """
+    save_state_blocks: _builtins.bytes
+    save_state_generations: _builtins.bytes
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that enter a slot. The slot is free by then."""
@@ -208,10 +221,13 @@ class StepPlan(_message.Message):
         prefill_slots: _builtins.bytes = ...,
         prefill_lengths: _builtins.bytes = ...,
         decode_slots: _builtins.bytes = ...,
+        save_slots: _builtins.bytes = ...,
+        save_state_blocks: _builtins.bytes = ...,
+        save_state_generations: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "save_slots", b"save_slots", "save_state_blocks", b"save_state_blocks", "save_state_generations", b"save_state_generations", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,6 +245,7 @@ class NewSequence(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
+    STATE_BLOCK_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     sequence_id: _builtins.str
     """Distinguishes the sequences that a slot holds over time; echoed by no one, for logs."""
@@ -241,6 +258,8 @@ class NewSequence(_message.Message):
     block_ids: _builtins.bytes
     """uint32: the block table so far, and the generations of those blocks."""
     block_generations: _builtins.bytes
+    state_block: _builtins.int
+    """Set where num_computed_tokens > 0 and the model has states: the checkpoint that holds the one after them."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams:
         """Resolved. `seed` is the sequence's own: choices of one request get different ones."""
@@ -256,12 +275,15 @@ class NewSequence(_message.Message):
         block_ids: _builtins.bytes = ...,
         block_generations: _builtins.bytes = ...,
         params: _sampling_pb2.SamplingParams | None = ...,
+        state_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "params", b"params", "state_block", b"state_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "block_generations", b"block_generations", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__state_block: _TypeAlias = _typing.Literal["state_block"]  # noqa: Y015
+    _WhichOneofArgType__state_block: _TypeAlias = _typing.Literal["_state_block", b"_state_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_block) -> _WhichOneofReturnType__state_block | None: ...
 
 Global___NewSequence: _TypeAlias = NewSequence  # noqa: Y015
 
@@ -424,7 +446,7 @@ class GetInventoryResponse(_message.Message):
     epoch: _builtins.int
     step: _builtins.int
     generations: _builtins.bytes
-    """uint32 per block id: the generation it holds, 0 when never written."""
+    """uint32 per block id, then per checkpoint of a state: the generation it holds, 0 when never written."""
     def __init__(
         self,
         *,

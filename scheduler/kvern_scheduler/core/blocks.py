@@ -103,6 +103,11 @@ class BlockPool:
             self._cached.pop(block, None)
         self._readers[blocks] += 1
 
+    def touch(self, block: int) -> None:
+        """Makes an indexed block the most recently used, where it has no reader."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
     def enter(self, blocks: U32, hashes: Sequence[bytes]) -> list[int]:
         """Indexes held blocks whose content is final. Returns the positions in ``blocks`` of those that were taken:
         one whose hash is known already, by another block, or that is indexed itself, is not."""

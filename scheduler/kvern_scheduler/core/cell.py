@@ -42,7 +42,13 @@ class Cell:
     # -- worker groups ------------------------------------------------------------------------------------------
 
     def add_group(
-        self, model: model_pb2.ModelInfo, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int
+        self,
+        model: model_pb2.ModelInfo,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+        num_state_blocks: int = 0,
     ) -> Group:
         """A worker group is ready; sequences without one go there. Raises KvernError when it serves another model
         than the cell."""
@@ -64,7 +70,7 @@ class Cell:
             max_num_batched_tokens=tokens,
             max_num_seqs=max(1, min(self.limits.max_num_seqs, max_num_seqs, tokens)),
         )
-        group = Group(self._next_group, model, num_blocks, block_size, limits, self.changes)
+        group = Group(self._next_group, model, num_blocks, block_size, limits, self.changes, num_state_blocks)
         self._next_group += 1
         self.readmit_group(group)
         return group
@@ -116,7 +122,7 @@ class Cell:
 
         def cost(group: Group) -> tuple[bool, int, int]:
             too_small = sequence.max_len > group.capacity_tokens
-            cached = len(group.pool.match(sequence.hashes, len(sequence.hashes))) * group.block_size
+            cached = len(group.match(sequence.hashes, len(sequence.hashes))[0]) * group.block_size
             return too_small, sequence.num_tokens - cached + group.load, group.index
 
         return min(self.groups.values(), key=cost)

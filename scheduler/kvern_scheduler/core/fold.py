@@ -13,13 +13,15 @@ from kvern.block_hash import hash_blocks
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.batch import Batch, Cohort
+from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
-from kvern_scheduler.core.plan import Plan, Result
+from kvern_scheduler.core.plan import Plan, Result, Saves
 from kvern_scheduler.core.requests import Sequence
 
 Slots = npt.NDArray[np.intp]
+U32 = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -46,6 +48,8 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         _complete_prefilled(group, plan, alive)
     if plan.filled_slots.size:
         _complete_decoded(group, plan, alive)
+    if group.states is not None and plan.saves.slots:
+        _complete_saves(group, group.states, plan.saves, alive)
     for index in ended:
         _finish(group, int(sampled.slots[index]), int(tokens[index]), bool(stopped[index]), now)
     for sequence, error in errors:
@@ -184,13 +188,30 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
     _enter(group, batch.table[slots, last], hashes)
 
 
-def _enter(group: Group, blocks: npt.NDArray[np.uint32], hashes: list[bytes]) -> None:
-    """Indexes full, computed blocks, and tells the store of those that were new."""
-    entered = group.pool.enter(blocks, hashes)
+def _complete_saves(group: Group, states: BlockPool, saves: Saves, alive: Mask | None) -> None:
+    """Indexes the checkpoints of states, under the hash of the last block before each."""
+    kept, hashes = [], []
+    for position, (slot, count) in enumerate(zip(saves.slots, saves.num_blocks, strict=True)):
+        sequence = group.batch.sequences[slot]
+        if sequence is not None and (alive is None or alive[slot]):
+            kept.append(position)
+            hashes.append(sequence.hashes[count - 1])
+    _enter(group, saves.blocks[kept], hashes, states, first=group.pool.num_blocks)
+    states.release(saves.blocks)
+
+
+def _enter(
+    group: Group, blocks: U32, hashes: list[bytes], pool: BlockPool | None = None, first: int = 0
+) -> None:
+    """Indexes full, computed blocks of ``pool`` (by default the one of keys and values), and tells the store, where
+    block 0 of it is block ``first``, of those that were new."""
+    pool = group.pool if pool is None else pool
+    entered = pool.enter(blocks, hashes)
     if entered:
         indexed = blocks[entered]
         packed = b"".join([hashes[i] for i in entered])
-        group.changes.indexed.append(Indexed(group.index, indexed, group.pool.generations[indexed], packed))
+        numbers = indexed + np.uint32(first)
+        group.changes.indexed.append(Indexed(group.index, numbers, pool.generations[indexed], packed))
 
 
 def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> None:

@@ -53,12 +53,15 @@ class Group:
         block_size: int,
         limits: Limits,
         changes: Changes,
+        num_state_blocks: int = 0,
     ) -> None:
         self.index = index
         self.model = model
         self.limits = limits
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, block_size)
+        # Of a hybrid: checkpoints of the states that its sequences have in their slots.
+        self.states = BlockPool(num_state_blocks, model.state_block_size) if model.state_block_size else None
         self.batch = Batch(model, limits.max_num_seqs, block_size)
         self.queue = WaitQueue(limits.long_threshold)
         self.changes = changes
@@ -99,6 +102,32 @@ class Group:
         return len(self.in_flight) < self.limits.max_plans_in_flight and (
             self.queue.num_waiting > 0 or self.batch.num_running > 0
         )
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """Their blocks one after the other are numbered as in the store's index and the worker's inventory."""
+        return [self.pool] if self.states is None else [self.pool, self.states]
+
+    def match(self, hashes: list[bytes], limit: int) -> tuple[list[int], int | None]:
+        """The longest prefix, of at most ``limit`` blocks, that is known to all pools: its blocks, and of a hybrid the
+        checkpoint of the state after it."""
+        blocks = self.pool.match(hashes, limit)
+        if self.states is None:
+            return blocks, None
+        each = self.states.block_size // self.block_size
+        for count in range(len(blocks) // each * each, 0, -each):
+            found = self.states.match(hashes[count - 1 : count], 1)
+            if found:
+                return blocks[:count], found[0]
+        return [], None
+
+    def clip(self, start: int, length: int) -> int:
+        """A chunk's length so that it ends where the state can be kept, if such a place lies within it."""
+        if self.states is None or not self.limits.enable_prefix_caching:
+            return length
+        size = self.states.block_size
+        last = (start + length) // size * size
+        return last - start if last > start else length
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.group = self
@@ -154,14 +183,20 @@ class Group:
         for slot in np.flatnonzero(self.batch.active).tolist():
             self.queue.push(self.vacate(slot))
         self.released.clear()
+        if self.states is not None:
+            for plan in self.in_flight:
+                self.states.release(plan.saves.blocks)
         self.in_flight.clear()
         if not keep_blocks:
-            self.pool.drop_index()
+            for pool in self.pools:
+                pool.drop_index()
         return self.queue.drain()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where blocks, slots, queue and reservations contradict each other."""
         self.pool.check_integrity(self.batch.tables())
+        if self.states is not None:
+            self.states.check_integrity([plan.saves.blocks for plan in self.in_flight])
         self.batch.check_integrity()
         if self.num_reserved != int(self.batch.reserved.sum()) or self.num_reserved > self.pool.num_available:
             raise IntegrityError(

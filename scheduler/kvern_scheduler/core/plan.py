@@ -25,6 +25,18 @@ class Entry:
     num_computed: int
     blocks: U32
     generations: U32
+    state_block: int | None = None
+    """Of a hybrid: the checkpoint of the state after ``num_computed`` tokens, if that is not 0."""
+
+
+@dataclass(slots=True)
+class Saves:
+    """States that are kept when the step is done: parallel. ``num_blocks``: filled blocks of the sequence then."""
+
+    slots: list[int] = field(default_factory=list)
+    num_blocks: list[int] = field(default_factory=list)
+    blocks: U32 = field(default_factory=lambda: EMPTY)
+    generations: U32 = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(slots=True)
@@ -44,6 +56,8 @@ class Plan:
     prefill_slots: list[int] = field(default_factory=list)
     prefill_lengths: list[int] = field(default_factory=list)
     """Those that end their prompt, and sample, come last."""
+
+    saves: Saves = field(default_factory=Saves)
 
     # For fold.
     prefill_ends: list[int] = field(default_factory=list)

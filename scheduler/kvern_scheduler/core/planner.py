@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern_scheduler.core.batch import Cohort
+from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.group import Group
-from kvern_scheduler.core.plan import Entry, Plan
+from kvern_scheduler.core.plan import Entry, Plan, Saves
 from kvern_scheduler.core.requests import Sequence, State
 
 Slots = npt.NDArray[np.intp]
@@ -40,6 +41,8 @@ def plan_step(group: Group, now: float) -> Plan | None:
     plan.filled_blocks = group.batch.num_blocks[plan.filled_slots]
     if chunks:
         _schedule_chunks(group, plan, chunks)
+    if group.states is not None and group.limits.enable_prefix_caching:
+        plan.saves = _plan_saves(group, group.states, plan)
     plan.num_departures = group.batch.num_departures
     group.step += 1
     group.in_flight.append(plan)
@@ -80,6 +83,7 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
             long.append(slot)
         chunk = min(left, threshold, budget)
         if chunk > 0:
+            chunk = group.clip(batch.num_scheduled(slot), chunk)
             chunks[slot] = chunk
             budget -= chunk
 
@@ -96,10 +100,11 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         give(entry.slot)
     for slot in long:
         left = int(batch.num_tokens[slot]) - batch.num_scheduled(slot)
-        extra = min(left - chunks.get(slot, 0), budget)
+        given = chunks.get(slot, 0)
+        extra = min(left - given, budget)
         if extra > 0:
-            chunks[slot] = chunks.get(slot, 0) + extra
-            budget -= extra
+            chunks[slot] = group.clip(batch.num_scheduled(slot), given + extra)
+            budget -= chunks[slot] - given
     return chunks
 
 
@@ -107,7 +112,7 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     """Gives ``sequence`` a slot and blocks for all its tokens; None when the pool has no room for it yet."""
     batch, pool, size = group.batch, group.pool, group.block_size
     num_tokens = sequence.num_tokens
-    hits = _prefix_hit(group, sequence)
+    hits, state_block = _prefix_hit(group, sequence)
     wanted = -(-num_tokens // size) - len(hits)
     protect = sequence.num_preemptions >= group.limits.max_preemptions
     # The last token is never computed: its position needs no block.
@@ -118,6 +123,8 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
         return None
     group.queue.pop(sequence)
     pool.share(hits)
+    if group.states is not None and state_block is not None:
+        group.states.touch(state_block)
     blocks = np.concatenate([np.array(hits, np.uint32), pool.allocate(wanted)])
     tokens = sequence.tokens()
     slot = batch.enter(sequence, tokens, blocks, len(hits) * size)
@@ -131,19 +138,20 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     if not sequence.first_scheduled:
         sequence.first_scheduled = now
         sequence.num_cached_tokens = min(len(hits) * size, sequence.num_prompt)
-    return Entry(slot, sequence, tokens, len(hits) * size, blocks, pool.generations[blocks])
+    return Entry(slot, sequence, tokens, len(hits) * size, blocks, pool.generations[blocks], state_block)
 
 
-def _prefix_hit(group: Group, sequence: Sequence) -> list[int]:
-    """Indexed blocks that hold the sequence's first tokens; at least one token is left to compute."""
+def _prefix_hit(group: Group, sequence: Sequence) -> tuple[list[int], int | None]:
+    """Indexed blocks that hold the sequence's first tokens, and of a hybrid the state after them; at least one token is
+    left to compute."""
     if not group.limits.enable_prefix_caching:
-        return []
+        return [], None
     if sequence.request.submission.params.HasField("prompt_logprobs") and not sequence.output:
-        return []
+        return [], None
     limit = (sequence.num_tokens - 1) // group.block_size
     if sequence.output:
         sequence.extend_hashes(limit, group.block_size)
-    return group.pool.match(sequence.hashes, limit)
+    return group.match(sequence.hashes, limit)
 
 
 def _schedule_chunks(group: Group, plan: Plan, chunks: dict[int, int]) -> None:
@@ -164,3 +172,24 @@ def _schedule_chunks(group: Group, plan: Plan, chunks: dict[int, int]) -> None:
     plan.num_unsampled = len(unsampled)
     if ending:
         plan.sampled = batch.cohort(np.concatenate([np.array(ending, np.intp), plan.decoded.slots]))
+
+
+def _plan_saves(group: Group, states: BlockPool, plan: Plan) -> Saves:
+    """Checkpoints of the states that stand at a multiple of their block size after the step: of those that the index
+    does not know, as many as there is room for."""
+    each = states.block_size // group.block_size
+    saves = Saves()
+    ends = [*zip(plan.prefill_slots, plan.prefill_ends, strict=True)]
+    filled = [*zip(plan.filled_slots.tolist(), plan.filled_blocks.tolist(), strict=True)]
+    at = [(slot, end // group.block_size) for slot, end in ends if end % states.block_size == 0]
+    at += [(slot, count) for slot, count in filled if count % each == 0]
+    for slot, count in at:
+        sequence = group.batch.sequences[slot]
+        assert sequence is not None
+        known = states.match(sequence.hashes[count - 1 : count], 1)
+        if not known and len(saves.slots) < states.num_available:
+            saves.slots.append(slot)
+            saves.num_blocks.append(count)
+    saves.blocks = states.allocate(len(saves.slots))
+    saves.generations = states.generations[saves.blocks]
+    return saves

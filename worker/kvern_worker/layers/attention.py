@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import kvern_kernels as kernels
 from kvern_kernels import kv_cache
+from kvern_worker.config import StateShapes
 
 
 @dataclass(slots=True)
@@ -16,7 +18,8 @@ class StepInputs:
     """The flat batch of one step: T tokens of S sequences, each sequence's tokens together.
 
     ``token_ids``, ``positions``, ``slot_mapping`` int64 [T]; ``block_tables`` int32 [S, blocks];
-    ``query_start`` int32 [S + 1]; ``seq_lens`` int32 [S], keys including this step's.
+    ``query_start`` int32 [S + 1]; ``seq_lens`` int32 [S], keys including this step's. ``state_rows`` int64 [S]: where each
+    sequence's state lies (-1: nowhere), ``fresh`` bool [S]: whether it is at its first token.
     """
 
     token_ids: Tensor
@@ -25,6 +28,8 @@ class StepInputs:
     block_tables: Tensor
     query_start: Tensor
     seq_lens: Tensor
+    state_rows: Tensor
+    fresh: Tensor
 
 
 def warm_up_step() -> StepInputs:
@@ -36,33 +41,60 @@ def warm_up_step() -> StepInputs:
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         query_start=torch.tensor([0, 1], dtype=torch.int32),
         seq_lens=torch.ones(1, dtype=torch.int32),
+        state_rows=torch.full((1,), -1, dtype=torch.int64),
+        fresh=torch.ones(1, dtype=torch.bool),
     )
 
 
 class KvCache:
-    """Keys and values of all layers, [num_blocks, kv_heads, block_size, head_dim] each. Memory is only touched
-    when a block is first written."""
+    """What layers keep of sequences. ``layers``: keys and values, [num_blocks, kv_heads, block_size, head_dim] each.
+    ``states``: of the layers that ``states`` describes, [slots + num_checkpoints, ...] float32 tensors; a sequence's is in
+    the row of its slot, checkpoints are in the rows behind. Memory is only touched when a block or row is first written.
+    """
 
     def __init__(
         self,
-        num_layers: int,
+        layers: Iterable[int],
         num_blocks: int,
         num_kv_heads: int,
         block_size: int,
         head_dim: int,
         dtype: torch.dtype,
+        states: StateShapes | None = None,
+        slots: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [
-            kernels.new_kv_cache(num_blocks, num_kv_heads, block_size, head_dim, dtype)
-            for _ in range(num_layers)
-        ]
+        self.num_checkpoints = num_checkpoints
+        self._slots = slots
+        self.layers = {
+            layer: kernels.new_kv_cache(num_blocks, num_kv_heads, block_size, head_dim, dtype)
+            for layer in layers
+        }
+        rows = slots + num_checkpoints
+        states = states or StateShapes((), ())
+        self.states = {
+            layer: tuple(torch.empty(rows, *shape) for shape in states.shapes) for layer in states.layers
+        }
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Block ``sources[i]`` onto ``targets[i]`` (int64) in every layer."""
-        for keys, values in self.layers:
+        for keys, values in self.layers.values():
             kernels.copy_blocks(keys, values, sources, targets)
+
+    def save_states(self, slots: Tensor, checkpoints: Tensor) -> None:
+        """The state of ``slots[i]`` into checkpoint ``checkpoints[i]`` (int64, distinct)."""
+        self._copy_states(slots, checkpoints + self._slots)
+
+    def restore_states(self, checkpoints: Tensor, slots: Tensor) -> None:
+        """Checkpoint ``checkpoints[i]`` into the state of ``slots[i]`` (int64, distinct)."""
+        self._copy_states(checkpoints + self._slots, slots)
+
+    def _copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        for states in self.states.values():
+            for state in states:
+                state[targets] = state[sources]
 
 
 def block_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,10 +69,16 @@ def _block(config: QwenMoeConfig, loader: WeightLoader, cache: KvCache, table: T
         loader,
         prefix,
         attention=load_self_attention(config, loader, cache, layer, table, prefix=f"{prefix}.self_attn"),
-        mlp=_moe(config, loader, f"{prefix}.mlp")
-        if config.sparse[layer]
-        else load_gated_mlp(loader, f"{prefix}.mlp", config.hidden_size, config.intermediate_size),
+        mlp=load_mlp(config, loader, layer),
     )
+
+
+def load_mlp(config: QwenMoeConfig, loader: WeightLoader, layer: int) -> Callable[[Tensor], Tensor]:
+    """The experts of a layer, or the MLP of one without."""
+    prefix = f"model.layers.{layer}.mlp"
+    if config.sparse[layer]:
+        return _moe(config, loader, prefix)
+    return load_gated_mlp(loader, prefix, config.hidden_size, config.intermediate_size)
 
 
 def _moe(config: QwenMoeConfig, loader: WeightLoader, prefix: str) -> MixtureOfExperts:

@@ -5,8 +5,7 @@ A model file is a module with two functions::
     def parse(raw: HfConfig) -> ModelConfig                                     # no weights, no memory
     def build(config, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model
 
-and, where it does not read its matrices by ``loader.linear``, the quantization methods that it reads:
-``QUANTIZATIONS = ("mxfp4",)``.
+and, where its checkpoints come quantized, the methods that it reads: ``QUANTIZATIONS = ("mxfp4",)``.
 Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
 """
 
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvern.errors import invalid
 from kvern_worker.config import HfConfig, ModelConfig, token_ids, unsupported
-from kvern_worker.quantization import parse_quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from kvern_worker.weights.loader import WeightLoader
 
 GROUP = "kvern.models"
-
-# What ``loader.linear`` reads.
-LINEAR_METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -50,6 +45,9 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe",
     "Qwen3MoeForCausalLM": "qwen_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granite",
     "OlmoeForCausalLM": "olmoe",
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek",
@@ -133,20 +131,14 @@ def parse_hf_config(raw: HfConfig) -> tuple[ModelFile, ModelConfig]:
     if raw.architecture in TEXT_PARTS and "text_config" in raw:
         raw = _text_part(raw)
     file = file_of(raw)
-    quantization, methods = parse_quantization(raw), quantizations(file)
-    if quantization is not None and quantization.method not in methods:
+    method = (raw.get("quantization_config") or {}).get("quant_method", "")
+    if method and method not in getattr(file, "QUANTIZATIONS", ()):
         raise unsupported(
-            f"checkpoints of {raw.architecture} quantized with {quantization.method} are not supported; supported: "
-            f"{', '.join(('unquantized ones', *methods))}",
+            f"checkpoints quantized with {method} are not supported; use the unquantized checkpoint or a GGUF file",
             field="quantization_config",
-            value=quantization.method,
+            value=method,
         )
     return file, file.parse(raw)
-
-
-def quantizations(file: ModelFile) -> tuple[str, ...]:
-    """The methods that an architecture's checkpoints may be quantized with."""
-    return getattr(file, "QUANTIZATIONS", LINEAR_METHODS)
 
 
 def _text_part(raw: HfConfig) -> HfConfig:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvern.block_hash import hash_prompt, join_hashes
 from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32
+from kvern.rpc.tracing import Tracing
 from kvern.v1 import generation_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.generation import Generation, unavailable
@@ -67,6 +68,7 @@ class Gateway:
     served_names: Sequence[str] = ()
     metrics: Metrics = field(default_factory=Metrics)
     keys: Keys = field(default_factory=Keys)
+    tracing: Tracing | None = None
     draining: bool = False
 
     def __post_init__(self) -> None:

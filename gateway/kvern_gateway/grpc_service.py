@@ -21,6 +21,7 @@ from kvern_gateway.keys import Keys, current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.outbox import Outbox
 from kvern_gateway.room import overloaded
+from kvern_gateway.traces import traced
 from kvern_gateway.validation import (
     Fields,
     check_model,
@@ -139,31 +140,32 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             options = gateway.text_options(fields, params)
             routing = gateway.routing(fields)
             identity = _identity(request, context)
-            generation = gateway.submit(prompt_ids, params, options, identity, routing)
             clock = RequestClock(gateway.metrics, start, routing.n)
-            outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
-            # The call is over, however it ended.
-            cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
-            gateway.metrics.running += 1
-            try:
+            with traced(gateway.tracing, "kvern.v1.GenerationService/Generate", identity, clock):
+                generation = gateway.submit(prompt_ids, params, options, identity, routing)
+                outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
+                # The call is over, however it ended.
+                cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
+                gateway.metrics.running += 1
                 try:
-                    await admit([generation])
-                except KvernError as error:
-                    error.field = _spell(error.field)
-                    raise
-                gateway.metrics.prompt_tokens += len(prompt_ids)
-                gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
-                accepted = pb.Accepted(
-                    request_id=identity.request_id,
-                    model=request.model or gateway.names()[0],
-                    num_prompt_tokens=len(prompt_ids),
-                )
-                yield pb.GenerateResponse(accepted=accepted)
-                generation.attach_sink(outbox)
-                async for response in outbox:
-                    yield response
-            finally:
-                gateway.metrics.running -= 1
+                    try:
+                        await admit([generation])
+                    except KvernError as error:
+                        error.field = _spell(error.field)
+                        raise
+                    gateway.metrics.prompt_tokens += len(prompt_ids)
+                    gateway.metrics.request_prompt_tokens.observe(len(prompt_ids))
+                    accepted = pb.Accepted(
+                        request_id=identity.request_id,
+                        model=request.model or gateway.names()[0],
+                        num_prompt_tokens=len(prompt_ids),
+                    )
+                    yield pb.GenerateResponse(accepted=accepted)
+                    generation.attach_sink(outbox)
+                    async for response in outbox:
+                        yield response
+                finally:
+                    gateway.metrics.running -= 1
 
     async def Stream(
         self, request: pb.StreamRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from kvern.rpc import spellings, tls
+from kvern.rpc import spellings, tls, tracing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
@@ -97,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--ssl-ca-certs", default="", metavar="FILE", help="clients must have a certificate that these sign"
     )
     tls.add_flags(parser)
+    tracing.add_flags(parser)
     return parser
 
 
@@ -254,6 +255,8 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.gateway.renderer.close()
+        if self.gateway.tracing is not None:
+            await asyncio.to_thread(self.gateway.tracing.close)
 
     async def _tell_open(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -282,6 +285,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         arguments.served_model_name,
         Metrics(),
         Keys([*arguments.api_key, *_keys_of_environment()], arguments.api_keys),
+        arguments.tracing,
     )
     server = GatewayServer(gateway, arguments.ssl)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)
@@ -308,6 +312,7 @@ async def serve(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = spellings.parse(parser, argv)
+    arguments.tracing = tracing.from_flags(parser, arguments, "kvern-gateway")
     arguments.tls, arguments.ssl = tls.from_flags(parser, arguments), public_tls(parser, arguments)
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"

@@ -84,6 +84,7 @@ def submission_from_pb(pb: session_pb2.Submit) -> Submission:
         resumable=pb.resumable,
         model=pb.model,
         gateway_context=pb.gateway_context,
+        traceparent=pb.traceparent,
     )
 
 
@@ -103,6 +104,7 @@ def submission_to_pb(submission: Submission) -> session_pb2.Submit:
         gateway_context=submission.gateway_context,
         resumable=submission.resumable,
         model=submission.model,
+        traceparent=submission.traceparent,
     )
 
 

@@ -50,6 +50,8 @@ class Engine:
         self.name = cell_name
         self.cell = Cell(limits)
         self.metrics = metrics
+        # Told of each sequence whose end is committed.
+        self.ended: list[Callable[[Sequence], None]] = [metrics.finished]
         self.timings = Timings()
         self.retention_s = retention_s
         self.orphan_grace_s = orphan_grace_s
@@ -268,7 +270,8 @@ class Engine:
         for sequence in changes.finished:
             sequence.announced = True
             self.subscriptions.finish(sequence)
-            self.metrics.finished(sequence)
+            for tell in self.ended:
+                tell(sequence)
             request = sequence.request
             if all(s.announced for s in request.sequences):
                 self._retire(request)

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from kvern.rpc import spellings, tls
+from kvern.rpc import spellings, tls, tracing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import dialable, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
@@ -31,6 +31,7 @@ from kvern_scheduler.recovery import Archive, acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
 from kvern_scheduler.store.base import Store, StoreRefused, StoreUnavailable
 from kvern_scheduler.store.memory import MemoryStore
+from kvern_scheduler.traces import Traces
 from kvern_scheduler.workers import Worker
 
 log = logging.getLogger("kvern_scheduler")
@@ -77,8 +78,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument("--log-level", default="INFO")
     tls.add_flags(parser)
+    tracing.add_flags(parser)
     args = spellings.parse(parser, argv)
     args.tls = tls.from_flags(parser, args)
+    args.tracing = tracing.from_flags(parser, args, "kvern-scheduler")
     if args.store == "redis" and not args.redis_url:
         parser.error("--store redis needs --redis-url")
     if args.store == "memory" and args.redis_url:
@@ -141,6 +144,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         leadership = leading.result()
         engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
         metrics.watch(engine)
+        if args.tracing is not None:
+            engine.ended.append(Traces(args.tracing).finished)
         engine.committer = Committer(
             store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
         )
@@ -188,6 +193,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         if engine is not None:
             await engine.committer.resign()
         await store.close()
+        if args.tracing is not None:
+            await asyncio.to_thread(args.tracing.close)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -71,6 +71,10 @@ def up(
     api_keys: Annotated[
         Path | None, typer.Option(help="File of keys with limits; see gateway/README.md")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Where spans of requests go, OTLP over HTTP: http://host:4318/v1/traces"),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="auto (as --dtype), fp32, bf16, fp16, fp8, fp8_e5m2, int8")

@@ -58,8 +58,9 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "metrics_port",
         "max_queued_requests",
         "max_queued_tokens",
+        "otlp_traces_endpoint",
     ),
-    "gateway": ("api_keys",),
+    "gateway": ("api_keys", "otlp_traces_endpoint"),
 }
 
 

@@ -29,6 +29,7 @@ from kvern_gateway.http.wire import (
 from kvern_gateway.keys import current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.room import overloaded
+from kvern_gateway.traces import traced
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,15 @@ class GenerateRoute:
         if gateway.client.requests.room.full and b'"request_id"' not in body:
             raise overloaded()
         job = await self._parse(gateway, scope, body, parse_object(body))
-        generations = self._submit(job)
         clock = RequestClock(gateway.metrics, start, job.num_choices)
+        with traced(gateway.tracing, f"POST {scope['path']}", job.identity, clock):
+            await self._generate(scope, send, connection, job, clock)
+
+    async def _generate(
+        self, scope: Scope, send: Send, connection: Connection, job: Job, clock: RequestClock
+    ) -> None:
+        gateway = self._gateway
+        generations = self._submit(job)
         try:
             await admit(generations)
             self._count(job)

@@ -51,6 +51,7 @@ class Submission:
     resumable: bool = False
     model: str = ""
     gateway_context: bytes = b""
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvern.errors import KvernError
 from kvern.rpc.packing import unpack_i32, unpack_u32
@@ -36,6 +36,8 @@ class OpenRequests:
         self.room = Room()
         self._generations: dict[int, Generation] = {}
         self._choices: dict[int, Choice] = {}
+        # Choices that were cancelled, until the scheduler has ended them: a cancel may be lost with its session.
+        self._cancelled: dict[int, Choice] = {}
         self._next_handle = 1
         self._leaving = False
 
@@ -80,7 +82,7 @@ class OpenRequests:
         first = self._next_handle
         if first + n > _MAX_HANDLE:
             first = 1
-        while any(handle in self._choices for handle in range(first, first + n)):
+        while any(handle in self._choices or handle in self._cancelled for handle in range(first, first + n)):
             first += n
         self._next_handle = first + n
         return first
@@ -92,9 +94,13 @@ class OpenRequests:
             choice.done = True
             choice.stopped = stopped
             self._choices.pop(choice.handle, None)
-            if not self._leaving:
-                self.outgoing.cancel([choice.handle], stopped=stopped)
+            self._say_cancel(choice)
             self._forget_if_done(choice.generation)
+
+    def _say_cancel(self, choice: Choice) -> None:
+        if not self._leaving:
+            self._cancelled[choice.handle] = choice
+            self.outgoing.cancel([choice.handle], stopped=choice.stopped)
 
     def cancel_request(self, request_id: str, tenant: str = "") -> bool:
         """False when the tenant has no request of that id open here."""
@@ -132,6 +138,7 @@ class OpenRequests:
         self.room.answered(generation.submit.handle)
 
     def fail_all(self, error: KvernError) -> None:
+        self._cancelled.clear()
         for generation in list(self._generations.values()):
             self._fail(generation, error)
 
@@ -141,9 +148,13 @@ class OpenRequests:
         self.fail_all(error)
 
     def resume(self) -> None:
-        """Says everything that is open anew on a new session. Choices that a stop string ended are cancelled again."""
+        """Says everything that is open anew on a new session, and cancels again what was cancelled: whether the
+        scheduler has read it is not known."""
         self.outgoing.clear()
-        for handle, generation in list(self._generations.items()):
+        for generation in {choice.generation for choice in self._cancelled.values()}:
+            if generation.submit.handle not in self._generations:
+                self._attach(generation)
+        for generation in list(self._generations.values()):
             if generation.orphaned:
                 # Its client may be at another gateway by now; if not, the scheduler's own grace ends it.
                 self._fail(generation, unavailable("nobody listened when the session broke"))
@@ -151,19 +162,21 @@ class OpenRequests:
             if not generation.admitted.done() and not generation.attached:
                 self.outgoing.submit(generation.submit)
                 continue
-            self.outgoing.attach(
-                session_pb2.Attach(
-                    handle=handle,
-                    request_id=generation.submit.request_id,
-                    tenant=generation.submit.tenant,
-                    next_index=[choice.next_index for choice in generation.choices],
-                    claim=generation.claim,
-                    asked_unix_ms=generation.submit.asked_unix_ms,
-                )
+            self._attach(generation)
+        for handle, choice in self._cancelled.items():
+            self.outgoing.cancel([handle], stopped=choice.stopped)
+
+    def _attach(self, generation: Generation) -> None:
+        self.outgoing.attach(
+            session_pb2.Attach(
+                handle=generation.submit.handle,
+                request_id=generation.submit.request_id,
+                tenant=generation.submit.tenant,
+                next_index=[choice.next_index for choice in generation.choices],
+                claim=generation.claim,
+                asked_unix_ms=generation.submit.asked_unix_ms,
             )
-            for choice in generation.choices:
-                if choice.done and choice.finished is None:
-                    self.outgoing.cancel([choice.handle], stopped=choice.stopped)
+        )
 
     # The hot path.
 
@@ -184,7 +197,9 @@ class OpenRequests:
                 target.update(enumerate(entry.tokens, entry.first_index))
         for finished in response.finished:
             choice = self._choices.pop(finished.handle, None)
-            if choice is not None:
+            if choice is None:
+                self._cancelled.pop(finished.handle, None)
+            else:
                 choice.finished = finished
                 choice.done = True
                 self._forget_if_done(choice.generation)
@@ -241,17 +256,22 @@ class OpenRequests:
 
     def _supersede(self, newest: Generation) -> None:
         """The scheduler sends a request's events to whoever asked last; the call before gets no more of them."""
+
+        def same_id(generation: Generation) -> bool:
+            return generation is not newest and generation.submit.request_id == newest.submit.request_id
+
+        self._drop_cancelled(same_id)
         for generation in list(self._generations.values()):
-            same_id = generation.submit.request_id == newest.submit.request_id
-            if same_id and generation is not newest and generation.admitted.done():
+            if same_id(generation) and generation.admitted.done():
                 message = "another call with the same request id has taken this one over"
                 self._fail(
                     generation, KvernError(error_pb2.ERROR_CODE_CANCELLED, message, field="request_id")
                 )
 
     def _break(self, generation: Generation) -> None:
-        open_choices = [choice for choice in generation.choices if not choice.done]
-        self.outgoing.cancel(choice.handle for choice in open_choices)
+        for choice in generation.choices:
+            if not choice.done:
+                self._say_cancel(choice)
         error = KvernError(error_pb2.ERROR_CODE_INTERNAL, "internal error; the gateway's log has the stack")
         sink, generation.sink = generation.sink, None
         self._fail(generation, error)
@@ -259,6 +279,7 @@ class OpenRequests:
             sink.fail(error)
 
     def _refused(self, refused: session_pb2.Refused) -> None:
+        self._drop_cancelled(lambda generation: generation.submit.handle == refused.handle)
         generation = self._generations.get(refused.handle)
         if generation is None:
             return
@@ -275,6 +296,12 @@ class OpenRequests:
                 f"the request was lost with its scheduler: {error.message}; send it again", 100
             )
         self._fail(generation, error)
+
+    def _drop_cancelled(self, concerns: Callable[[Generation], bool]) -> None:
+        """There is nothing left to cancel under those handles."""
+        for handle, choice in list(self._cancelled.items()):
+            if concerns(choice.generation):
+                del self._cancelled[handle]
 
 
 def _now_ms() -> int:

@@ -172,14 +172,23 @@ class _Session:
             # The order of the real one: a cancel is about what an earlier message said.
             for cancel in message.cancels:
                 self.scheduler.cancels.append(cancel)
-                request = self.open.pop(cancel.handle, None)
-                if request is not None:
-                    request[0].closed.add(request[1])
+                self._cancel(cancel)
             for submit in message.submits:
                 self._submit(submit)
             for attach in message.attaches:
                 self._attach(attach)
             self.wake.set()
+
+    def _cancel(self, cancel: session_pb2.CancelHandle) -> None:
+        """What was sent stays; the end comes under the same handle."""
+        request, choice = self.open.pop(cancel.handle, (None, 0))
+        if request is not None:
+            request.closed.add(choice)
+            del request.outputs[choice][request.sent[choice] :]
+            finished = self._finished(cancel.handle, request, choice)
+            if not cancel.stopped:
+                finished.reason = sampling_pb2.FINISH_REASON_ABORT
+            self.answers.finished.append(finished)
 
     def _submit(self, submit: session_pb2.Submit) -> None:
         scheduler = self.scheduler
@@ -209,7 +218,6 @@ class _Session:
             return
         known.sent = [*attach.next_index, *[0] * (known.submit.n - len(attach.next_index))]
         submit = known.submit
-        known.closed.clear()
         self._admit(attach.handle, known)
         admitted = self.answers.admitted[-1]
         admitted.gateway_context, admitted.prompt_token_ids = submit.gateway_context, submit.prompt_token_ids
@@ -217,10 +225,12 @@ class _Session:
         admitted.n = submit.n
 
     def _admit(self, handle: int, request: Request) -> None:
+        """Its events go nowhere else any more."""
+        for session in self.scheduler._calls:
+            session.open = {h: known for h, known in session.open.items() if known[0] is not request}
         self.answers.admitted.add(handle=handle, request_id=request.submit.request_id)
         for choice in range(request.submit.n):
-            if choice not in request.closed:
-                self.open[handle + choice] = (request, choice)
+            self.open[handle + choice] = (request, choice)
 
     async def step(self) -> session_pb2.SessionResponse:
         scheduler = self.scheduler

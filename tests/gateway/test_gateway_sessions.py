@@ -227,6 +227,48 @@ async def test_a_stopped_choice_stays_stopped_over_a_lost_session(serve: Serve) 
     generation.cancel()
 
 
+@pytest.mark.parametrize("admitted", [True, False])
+async def test_a_cancel_that_its_session_lost_is_said_again(serve: Serve, admitted: bool) -> None:
+    scheduler = FakeScheduler(step_s=0.01)
+    served = await serve(scheduler)
+    requests = served.gateway.client.requests
+    generation = served.gateway.client.submit(
+        session_pb2.Submit(request_id="a", n=2, params={"max_tokens": 500})
+    )
+    await until(lambda: scheduler.requests)
+    if admitted:
+        await generation.admitted
+    scheduler.drop_sessions()
+    await until(lambda: not served.gateway.client.connected.is_set())
+    if not admitted:
+        generation.admitted = asyncio.get_running_loop().create_future()  # its answer was lost, too
+    generation.cancel()
+    assert len(requests) == 0 and scheduler.cancels == []
+    await until(lambda: len(scheduler.requests["a"].closed) == 2)
+    assert [attach.request_id for attach in scheduler.attaches] == ["a"]
+    assert len(scheduler.submits) == 1
+    # Once the scheduler has ended them, nothing is said again.
+    await until(lambda: not requests._cancelled)
+    scheduler.drop_sessions()
+    await until(lambda: scheduler.num_sessions == 3 and served.gateway.client.connected.is_set())
+    assert len(scheduler.attaches) == 1 and len(scheduler.cancels) == 2
+
+
+async def test_a_cancel_of_what_the_scheduler_does_not_know_is_forgotten(serve: Serve) -> None:
+    scheduler = FakeScheduler(step_s=0.01)
+    scheduler.forget_on_reconnect = True
+    served = await serve(scheduler)
+    generation = served.gateway.client.submit(
+        session_pb2.Submit(request_id="a", n=1, params={"max_tokens": 500})
+    )
+    await generation.admitted
+    scheduler.drop_sessions()
+    await until(lambda: not served.gateway.client.connected.is_set())
+    generation.cancel()
+    await until(lambda: scheduler.attaches and not served.gateway.client.requests._cancelled)
+    assert scheduler.requests == {}
+
+
 async def test_the_newest_call_of_a_named_request_takes_it_over(serve: Serve) -> None:
     served = await serve(FakeScheduler(step_s=0.005))
     body = {"prompt": "x", "max_tokens": 100, "request_id": "mine"}

@@ -12,11 +12,12 @@ import grpc.aio
 
 from kvern.errors import KvernError, invalid
 from kvern.v1 import generation_pb2 as pb
-from kvern.v1 import generation_pb2_grpc
+from kvern.v1 import generation_pb2_grpc, session_pb2
 from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
 from kvern_gateway.generation import ORPHAN_GRACE_S, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
+from kvern_gateway.http.resume import beyond_the_end
 from kvern_gateway.keys import Keys, current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.outbox import Outbox
@@ -182,6 +183,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         try:
             await admit([generation])
             submit = generation.submit
+            _check_from_index(request, submit)
             accepted = pb.Accepted(
                 request_id=request.request_id,
                 model=gateway.names()[0],
@@ -276,6 +278,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         parsed = parse_messages(gateway, fields)
         text = await gateway.renderer.render(parsed, kwargs=template_kwargs(fields))
         return await gateway.tokenize(f"{name}.messages", text, add_special_tokens=False)
+
+
+def _check_from_index(request: pb.StreamRequest, submit: session_pb2.Submit) -> None:
+    """Of each choice of what was submitted."""
+    if len(request.from_index) > submit.n:
+        count = len(request.from_index)
+        message = f"from_index lists {count} choices; the request has {submit.n}"
+        raise invalid("from_index", message, value=count, limit=submit.n)
+    for choice, index in enumerate(request.from_index):
+        if index > submit.params.max_tokens:
+            raise beyond_the_end("from_index", choice, index, submit.params.max_tokens)
 
 
 def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:

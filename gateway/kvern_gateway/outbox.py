@@ -10,6 +10,7 @@ from kvern.errors import KvernError
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import sampling_pb2
 from kvern_gateway.generation import Choice, Generation
+from kvern_gateway.http.resume import beyond_the_end
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput, TextOptions
 from kvern_gateway.unread import Unread
@@ -69,6 +70,7 @@ class Outbox:
         self.fail(self._unread.error)
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        """Raises KvernError where the request failed, or has fewer tokens than its client says."""
         try:
             async for response in self._responses():
                 self._sending = True
@@ -123,6 +125,8 @@ class Outbox:
                 break
         if output.finish_reason is None and choice.finished is not None and not choice.tokens:
             texts.append(output.finish(choice.finished))
+        if output.finish_reason is not None and output.num_tokens < sent.before:
+            raise beyond_the_end("from_index", index, sent.before, output.num_tokens)
         delta = pb.Delta(
             choice=index,
             first_index=max(first, sent.before),

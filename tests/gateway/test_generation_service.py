@@ -221,6 +221,28 @@ async def test_wrong_stream_requests(served: Served) -> None:
         assert len(served.gateway.client.requests) == 0
 
 
+async def test_an_index_beyond_the_end_is_refused(serve: Serve, smollm2: TextModel) -> None:
+    served = await serve(saying(smollm2, "one two", "three STOP and more"))
+    whole = await generate(served, prompt="x", n=2, stop=["STOP"], request_id="mine")
+    lengths = [r.finished.usage.num_output_tokens for r in whole if r.HasField("finished")]
+    ids = collect(whole)[1]
+    first, second = len(ids[0]), len(ids[1])
+    assert sorted(lengths) == sorted([first, second])
+    stub = GenerationServiceStub(served.channel)
+    for from_index, message in (
+        ([0, 0, 0], "from_index lists 3 choices; the request has 2"),
+        ([100_000], "from_index says that 100000 tokens of choice 0 were received"),
+        ([first + 1], f"choice 0 were received; there are no more than {first}"),
+        ([first, second + 1], f"choice 1 were received; there are no more than {second}"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as raised:
+            async for _ in stub.Stream(pb.StreamRequest(request_id="mine", from_index=from_index)):
+                pass
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    events = [r async for r in stub.Stream(pb.StreamRequest(request_id="mine", from_index=[first, second]))]
+    assert sum(r.event.HasField("finished") for r in events) == 2
+
+
 async def test_tokenize_and_detokenize(served: Served, smollm2: TextModel) -> None:
     stub = GenerationServiceStub(served.channel)
     tokens = await stub.Tokenize(pb.TokenizeRequest(text="Hello 42"))

@@ -125,9 +125,70 @@ async def test_a_stream_that_another_gateway_took_over_ends(serve: Serve) -> Non
 
 async def test_unnamed_streams_have_no_ids(served: Served) -> None:
     body = {"prompt": "x", "stream": True, "max_tokens": 3}
-    answer = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "2"})
+    answer = await served.http.post("/v1/completions", json=body)
     assert "id: " not in answer.text.replace('"id": ', "")
     assert answer.text.count("data: ") == 4
+
+
+@pytest.mark.parametrize("more", [{"stream": True}, {"request_id": "mine"}, {}])
+async def test_only_named_streams_have_a_last_event(served: Served, more: dict[str, Any]) -> None:
+    body = {"prompt": "x", "max_tokens": 3, **more}
+    answer = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "2"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "Last-Event-ID"
+    assert "stream true and a request_id" in answer.json()["error"]["message"]
+    assert served.scheduler.submits == []
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_an_id_beyond_the_end_is_refused(serve: Serve, smollm2: TextModel, chat: bool) -> None:
+    """What the request can have at most is known at once, what it has had when its end is known."""
+    scheduler = saying(smollm2, "one two", "three STOP and more")
+    served = await serve(scheduler)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    prompt = {"messages": MESSAGES} if chat else {"prompt": "x"}
+    body = prompt | {"request_id": "mine", "stream": True, "n": 2, "stop": ["STOP"], "max_tokens": 30}
+    received = Received()
+    await received.read(served, path, body)
+    assert received.last_id is not None
+    first, second = (int(word[:-1]) for word in received.last_id.split(","))
+
+    for asked, choice, limit in (
+        (f"31,{second}", 0, 30),
+        (f"{first},{31}e", 1, 30),
+        (f"{first + 1},{second}", 0, first),
+        (f"{first + 1}e,{second}e", 0, first),
+        (f"{first},{second + 1}", 1, second),
+    ):
+        answer = await served.http.post(path, json=body, headers={"Last-Event-ID": asked})
+        if limit == 30:
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+        else:
+            *_, said, done = answer.text.strip().split("\n\n")
+            assert done == "data: [DONE]"
+            error = json.loads(said.removeprefix("data: "))["error"]
+        assert (error["param"], error["code"]) == ("Last-Event-ID", "invalid_argument")
+        assert f"tokens of choice {choice} were received; there are no more than {limit}" in error["message"]
+    # The request is as it was.
+    await received.read(served, path, body)
+    assert received.done and sorted(received.ends) == [(0, "stop"), (1, "stop")]
+
+
+async def test_an_id_beyond_the_end_does_not_end_what_still_runs(serve: Serve) -> None:
+    scheduler = FakeScheduler(lambda submit, choice: range(1000, 1004 if choice == 0 else 1060), step_s=0.01)
+    served = await serve(scheduler)
+    body = {"prompt": "x", "request_id": "mine", "stream": True, "n": 2, "max_tokens": 60}
+    wrong = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "0,0"})
+    assert "error" not in wrong.text
+    scheduler.requests.clear()
+    received = Received()
+    await received.read(served, "/v1/completions", body, stop_after=3)
+    wrong = await served.http.post("/v1/completions", json=body, headers={"Last-Event-ID": "9,0"})
+    assert "no more than 4" in wrong.text
+    await received.read(served, "/v1/completions", body)
+    assert sorted(received.ends) == [(0, "length"), (1, "length")]
+    assert scheduler.cancels == []
 
 
 async def test_ids_of_another_request_are_refused(served: Served) -> None:
@@ -142,9 +203,9 @@ async def test_ids_of_another_request_are_refused(served: Served) -> None:
 
 
 def test_event_ids_list_every_choice() -> None:
-    ids = parse_last_event_id("3,0,7e", 3)
+    ids = parse_last_event_id("3,0,7e", [7, 7, 7])
     assert [(p.next_index, p.ended) for p in ids.sent_before] == [(3, False), (0, False), (7, True)]
     assert ids.after(1, 1, False) == b"id: 3,1,7e\n"
     assert ids.after(0, 4, True) == b"id: 4e,1,7e\n"
     with pytest.raises(KvernError):
-        parse_last_event_id("3", 3)
+        parse_last_event_id("3", [7, 7, 7])

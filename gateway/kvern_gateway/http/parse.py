@@ -16,7 +16,7 @@ from kvern.errors import invalid
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
 from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED
-from kvern_gateway.http.resume import EventIds, parse_last_event_id
+from kvern_gateway.http.resume import HEADER, EventIds, parse_last_event_id
 from kvern_gateway.http.wire import Scope, body_digest, header
 from kvern_gateway.keys import current
 from kvern_gateway.output import TextOptions
@@ -178,8 +178,14 @@ def build_job(
     request_id = fields.get("request_id")
     named = request_id is not None
     event_ids = None
+    last_event_id = header(scope, b"last-event-id")
     if stream and named:
-        event_ids = parse_last_event_id(header(scope, b"last-event-id"), len(prompts) * routing.n)
+        max_tokens = [prompt.params.max_tokens for prompt in checked for _ in range(routing.n)]
+        event_ids = parse_last_event_id(last_event_id, max_tokens)
+    elif last_event_id is not None:
+        limit = "stream true and a request_id"
+        message = f"{HEADER} goes on with a stream that its client named; the request has to have {limit}"
+        raise invalid(HEADER, message, value=last_event_id[:60], limit=limit)
     identity = Identity(
         current().tenant.name,
         check_request_id("request_id", request_id) if named else mint_id("chatcmpl" if chat else "cmpl"),

@@ -7,10 +7,12 @@ An id lists, choice by choice, the index of the next output token, with an ``e``
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvern.errors import invalid
+from kvern.errors import KvernError, invalid
 
+HEADER = "Last-Event-ID"
 _POSITION = re.compile(r"(\d{1,9})(e?)")
 
 
@@ -38,8 +40,9 @@ def _word(next_index: int, ended: bool) -> bytes:
     return b"%de" % next_index if ended else b"%d" % next_index
 
 
-def parse_last_event_id(value: str | None, num_choices: int) -> EventIds:
-    """Raises KvernError where the header is none of this request's ids."""
+def parse_last_event_id(value: str | None, max_tokens: Sequence[int]) -> EventIds:
+    """``max_tokens``: of each choice. Raises KvernError where the header is none of this request's ids."""
+    num_choices = len(max_tokens)
     if value is None:
         return EventIds([Position() for _ in range(num_choices)])
     found = [_POSITION.fullmatch(word) for word in value[:8192].split(",")]
@@ -47,5 +50,16 @@ def parse_last_event_id(value: str | None, num_choices: int) -> EventIds:
     if len(positions) != num_choices or len(found) != num_choices:
         limit = f"the id of an event of this request, which lists {num_choices} positions"
         message = f"Last-Event-ID is {value[:60]!r}; it must be {limit}"
-        raise invalid("Last-Event-ID", message, value=value[:60], limit=limit)
+        raise invalid(HEADER, message, value=value[:60], limit=limit)
+    for choice, (position, most) in enumerate(zip(positions, max_tokens, strict=True)):
+        if position.next_index > most:
+            raise beyond_the_end(HEADER, choice, position.next_index, most)
     return EventIds(positions)
+
+
+def beyond_the_end(field: str, choice: int, index: int, limit: int) -> KvernError:
+    """``limit``: the tokens that the choice has, or at most can have."""
+    message = (
+        f"{field} says that {index} tokens of choice {choice} were received; there are no more than {limit}"
+    )
+    return invalid(field, message, value=index, limit=limit)

@@ -12,12 +12,12 @@ from typing import Any
 
 from kvern.errors import KvernError
 from kvern_gateway.gateway import Gateway
-from kvern_gateway.generation import Choice, Generation
+from kvern_gateway.generation import ORPHAN_GRACE_S, Choice, Generation
 from kvern_gateway.http.logprobs import LogprobFormatter
 from kvern_gateway.http.parse import Job
 from kvern_gateway.http.protocol import Connection
 from kvern_gateway.http.results import prompt_entries, usage_object
-from kvern_gateway.http.resume import Position
+from kvern_gateway.http.resume import HEADER, Position, beyond_the_end
 from kvern_gateway.http.wire import encode_json, error_object
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.output import ChoiceOutput
@@ -58,8 +58,6 @@ class EventStream:
         connection.on_writable = self._resume
 
     def start(self) -> None:
-        for sink in self._sinks:
-            sink.skip_ended()
         for generation, sink in zip(self.generations, self._sinks, strict=True):
             generation.attach_sink(sink)
 
@@ -104,6 +102,13 @@ class EventStream:
                 generation.cancel()
             self._end_with(error)
 
+    def refuse(self, error: KvernError) -> None:
+        """What its client asked for is wrong: the answer ends, the request does not."""
+        if not self._ended:
+            for generation in self.generations:
+                generation.abandon(ORPHAN_GRACE_S)
+            self._end_with(error)
+
     def _end_with(self, error: KvernError) -> None:
         self.connection.write_chunk(b"data: " + encode_json(error_object(error)) + b"\n\n" + DONE)
         self._end()
@@ -143,15 +148,11 @@ class GenerationSink:
     def fail(self, error: KvernError) -> None:
         self._stream.fail(error)
 
-    def skip_ended(self) -> None:
-        """Choices of whose end the client knows already."""
-        for output, position in zip(self.outputs, self._sent_before, strict=True):
-            if position.ended:
-                output.end_before(position.next_index)
-                self._stream.choice_ended()
-
     def flush(self, choice: Choice) -> None:
         connection, output = self._stream.connection, self.outputs[choice.index]
+        if self._sent_before[choice.index].ended:
+            self._pass_over(choice, output)
+            return
         while output.finish_reason is None:
             if not connection.writable:
                 self._stream.wait(self, choice)
@@ -159,6 +160,24 @@ class GenerationSink:
             self._write_some(choice, output)
             if not choice.tokens:
                 return
+
+    def _pass_over(self, choice: Choice, output: ChoiceOutput) -> None:
+        """The client says that it has all of this choice, its end too."""
+        first, tokens = choice.take()
+        choice.logprobs.clear()
+        num_tokens, said = first + len(tokens), self._sent_before[choice.index].next_index
+        if output.finish_reason is not None:
+            return
+        if num_tokens >= said:
+            output.end_before(said)
+            self._stream.choice_ended()
+        elif choice.finished is not None:
+            self._refuse(choice, num_tokens)
+
+    def _refuse(self, choice: Choice, num_tokens: int) -> None:
+        said = self._sent_before[choice.index].next_index
+        error = beyond_the_end(HEADER, self._base_index + choice.index, said, num_tokens)
+        self._stream.refuse(error)
 
     def _write_some(self, choice: Choice, output: ChoiceOutput) -> None:
         stream, index = self._stream, choice.index
@@ -183,6 +202,9 @@ class GenerationSink:
             if stream.job.echo_only:
                 text = ""
             ended = output.finish_reason is not None
+            if ended and first + position + 1 < sent_before:
+                self._refuse(choice, first + position + 1)
+                return
             if sent and not ended:
                 self._skip_logprobs(index, token)
                 continue
@@ -202,6 +224,9 @@ class GenerationSink:
                 break
         if output.finish_reason is None and finished is not None:
             text = output.finish(finished)
+            if choice.first_index < sent_before:
+                self._refuse(choice, choice.first_index)
+                return
             if ids is not None:
                 parts.append(ids.after(self._base_index + index, choice.first_index, True))
             parts.append(head + encode_json(text) + self._full_tail(choice, output, None, 0))

@@ -303,6 +303,27 @@ async def test_heads_without_end_are_refused(served: Served) -> None:
     assert under.status_code == 200
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: many",
+        b"content-length: -1",
+        b"content-length: 1\r\ncontent-length: 2",
+        b"no colon",
+        b"a b: c",
+    ],
+)
+async def test_what_is_no_http_is_refused_as_json(served: Served, head: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.base_url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n{}")
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in answer
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["param"], error["type"]) == ("headers", "invalid_request_error")
+
+
 async def test_clients_that_send_too_slowly_are_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     served = await serve(limits=Limits(body_timeout_s=0.2))

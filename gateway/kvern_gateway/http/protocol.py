@@ -87,6 +87,16 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(_DRAIN_HEAD_S, self.transport.close)
 
+    def send_400_response(self, msg: str) -> None:
+        """What the parser does not understand, such as a Content-Length that is no number. It does not say what."""
+        message = f"{msg} Its request line, a header or the framing of its body is malformed."
+        body = encode_json(error_object(invalid("headers", message, limit="HTTP/1.1")))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._start_head_timer()

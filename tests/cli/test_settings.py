@@ -73,13 +73,25 @@ def test_a_file_may_name_the_model(tmp_path: Path) -> None:
         ("max-num-seqs: [1, 2]", "max-num-seqs is [1, 2]; it must be a number, text, true or false"),
         ("- a\n- b", "it must hold `flag: value` lines"),
         ("a: b: c", "is not YAML"),
-        ("max-num-seqs: many", "Invalid value for '--max-num-seqs'"),
+        ("max-num-seqs: many", "--max-num-seqs is 'many': "),
+        ("store: disk", "--store is 'disk': "),
+        ("http_port: 70000", "--http-port is '70000': "),
     ],
 )
 def test_wrong_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "kvern.yaml").write_text(content)
     _, printed = dry_run("--config", str(tmp_path / "kvern.yaml"), code=2)
-    assert message in printed
+    assert message in printed and f"--config {tmp_path / 'kvern.yaml'}" in printed
+
+
+def test_a_dry_run_refuses_what_a_service_would() -> None:
+    _, printed = dry_run("--kv-cache-dtype", "int4", code=2)
+    assert "argument --kv-cache-dtype: invalid choice: 'int4'" in printed
+
+
+def test_looking_at_a_worker_s_flags_needs_no_torch() -> None:
+    program = "import sys, kvern_worker.server as s, kvern_scheduler.server; s.parse_args([]); print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 
 def test_what_is_not_there_is_refused() -> None:

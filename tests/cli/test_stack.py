@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -26,6 +27,27 @@ def test_flags_go_to_the_services_that_take_them() -> None:
     assert stack.render_flags("scheduler", flags) == ["--max-num-seqs", "8", "--no-enable-prefix-caching"]
     assert stack.render_flags("gateway", flags) == []
     assert stack.render_flags("scheduler", {"enable_prefix_caching": True}) == ["--enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_cache_dtype": "int4"}, "argument --kv-cache-dtype: invalid choice: 'int4'"),
+        ({"block_size": 0}, "argument --block-size: 0 is below 1"),
+        ({"gpu_memory_utilization": 1.5}, "argument --gpu-memory-utilization: 1.5 is not a share"),
+        ({"load_format": "zip"}, "argument --load-format: invalid choice: 'zip'"),
+        ({"device": "cuda"}, "argument --device: cuda is not supported yet"),
+        ({"max_num_batched_tokens": 100}, "--max-num-batched-tokens: 100 is less than --max-num-seqs 256"),
+        ({"redis_url": "localhost"}, "argument --redis-url: it must start with redis://"),
+    ],
+)
+def test_what_a_service_would_refuse_is_known_before_it_starts(
+    tmp_path: Path, flags: dict[str, object], message: str
+) -> None:
+    known = {name: flags.pop(name) for name in ("redis_url",) if name in flags}
+    stack.check(options(tmp_path))
+    with pytest.raises(stack.UsageError, match=re.escape(message)):
+        stack.check(options(tmp_path, flags=flags, **known))
 
 
 def test_children_are_listed_in_order_of_need(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
 
 from kvern.errors import KvernError
 from kvern_gateway.text.tokenizer import load_text_model
+from kvern_kernels import kv_cache
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.group import Limits
+from kvern_worker.config import KV_CACHE_DTYPES
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.loading import choose_kv_dtype
 from kvern_worker.weights.checkpoint import bundled_model
@@ -79,6 +81,7 @@ def test_a_cell_refuses_workers_whose_caches_differ() -> None:
 def test_names() -> None:
     assert choose_kv_dtype("auto", "bfloat16") == "bf16"
     assert choose_kv_dtype("fp8_e4m3", "bfloat16") == "fp8"
+    assert {choose_kv_dtype(name, "bfloat16") for name in KV_CACHE_DTYPES} == set(kv_cache.DTYPES)
     assert choose_kv_dtype("float16", "bfloat16") == "fp16"
     with pytest.raises(KvernError, match="kv-cache-dtype int4 is unknown; choose auto, fp32, bf16"):
         choose_kv_dtype("int4", "float32")

@@ -17,6 +17,11 @@ from kvern.v1 import error_pb2
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 SAFETENSORS_STRATEGIES = ("auto", "lazy", "eager", "prefetch")
+KV_CACHE_DTYPES = (
+    *("auto", "fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "int8"),
+    *("float32", "bfloat16", "float16", "fp8_e4m3"),
+)
+"""Of --kv-cache-dtype; the last four are other names."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvern.errors import KvernError, invalid
 from kvern.rpc import spellings, tls
 from kvern.rpc.flags import fraction, positive
 from kvern_worker import service
-from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES
+from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--kv-cache-dtype",
         default="auto",
+        choices=KV_CACHE_DTYPES,
         metavar="DTYPE",
         help="auto (that of --dtype), fp32, bf16, fp16, fp8 (e4m3), fp8_e5m2, or int8 with a scale for each token and "
         "head",
@@ -101,13 +102,24 @@ def _length(text: str) -> int | None:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """All that can be said of the flags without the model. Exits with 2 where one makes no sense."""
     parser = build_parser()
     args = spellings.parse(parser, argv)
     certificates = tls.from_flags(parser, args)
     if args.device == "cuda":
         parser.error("argument --device: cuda is not supported yet; use cpu or sim")
+    if args.device != "sim" and args.max_num_batched_tokens < args.max_num_seqs:
+        parser.error(
+            f"argument --max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
+            f"{args.max_num_seqs}; all have to decode in one step"
+        )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT. Exits with 1 and one line when the model cannot be loaded."""
+    args = parse_args(argv)
     # Compute threads otherwise spin for milliseconds after each operation, on cores that gateway and scheduler need
     # (measured with busy cores: five times slower steps). Read when torch loads its OpenMP runtime.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")

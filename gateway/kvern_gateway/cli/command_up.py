@@ -151,6 +151,7 @@ def up(
             flags=flags,
         )
         if dry_run:
+            stack.check(options)
             print(stack.describe(options))
             return
         code = asyncio.run(run(options, Console(highlight=False), times))
@@ -170,12 +171,26 @@ def _use_config(context: typer.Context, path: str | None) -> str | None:
     if path is not None:
         try:
             settings, notes = read_file(path, *_options(context.command.params))
+            _check_types(path, settings, context)
         except SettingsError as error:
             fail(error)
         for note in notes:
             print(f"kvern up: --config: {note}", file=sys.stderr)
         context.default_map = {**(context.default_map or {}), **settings}
     return path
+
+
+def _check_types(path: str, settings: dict[str, Any], context: typer.Context) -> None:
+    """click would name the flag only. Raises SettingsError."""
+    from kvern_gateway.cli.settings import SettingsError
+
+    for parameter in context.command.params:
+        if parameter.name in settings and parameter.callback is None:
+            try:
+                parameter.process_value(context, settings[parameter.name])
+            except typer.BadParameter as error:
+                said = f"--{parameter.name}".replace("_", "-") + f" is {settings[parameter.name]!r}"
+                raise SettingsError(f"--config {path}: {said}: {error.message}") from error
 
 
 def _use_profile(context: typer.Context, name: str | None) -> str | None:

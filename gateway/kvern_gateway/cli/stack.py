@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -164,6 +166,20 @@ def stack_specs(options: StackOptions) -> list[ChildSpec]:
 def describe(options: StackOptions) -> str:
     """The command line of each process, in order of need."""
     return "\n".join(f"{spec.name}: {shlex.join(spec.argv)}" for spec in _specs(options))
+
+
+def check(options: StackOptions) -> None:
+    """Lets the services' own parsers read their command lines. Raises UsageError with what the first refuses."""
+    from kvern_scheduler.server import parse_args as parse_scheduler
+    from kvern_worker.server import parse_args as parse_worker
+
+    for parse, spec in ((parse_worker, worker_spec(options)), (parse_scheduler, scheduler_spec(options))):
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                parse(spec.argv[1:])
+        except SystemExit:
+            raise UsageError(said.getvalue().splitlines()[-1]) from None
 
 
 def _specs(options: StackOptions) -> list[ChildSpec]:

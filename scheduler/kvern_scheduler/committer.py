@@ -50,6 +50,7 @@ class Committer:
         instance_of: Callable[[int], str],
         timings: Timings,
         retention_s: int,
+        lease_s: float,
     ) -> None:
         self.epoch = leadership.epoch
         self.step = leadership.step
@@ -64,6 +65,13 @@ class Committer:
         self._busy = False
         self._failing_since: float | None = None
         self._failure = ""
+        self._lease_s = lease_s
+        self._leads_until = time.monotonic() + lease_s
+
+    @property
+    def leads(self) -> bool:
+        """False once the lease has run out by our own clock: another may lead, and the store will say."""
+        return time.monotonic() < self._leads_until
 
     @property
     def stalled(self) -> bool:
@@ -85,6 +93,7 @@ class Committer:
                 raise Fenced(f"commit of step {self.step + 1} answered {status.name}")
             self.step += 1
             self._timings.commit.add(time.perf_counter() - started)
+            self._leads_until = time.monotonic() + self._lease_s
             self._release(changes)
             return
         self._pending.extend(changes)
@@ -120,6 +129,7 @@ class Committer:
             log.warning("the lease runs out by itself: %s", error)
 
     async def _renew(self) -> None:
+        asked = time.monotonic()
         try:
             renewed = await self._store.renew(self.epoch)
         except StoreUnavailable as error:
@@ -128,12 +138,14 @@ class Committer:
         self._failing_since, self._failure = None, ""
         if not renewed:
             raise Fenced(f"the lease of epoch {self.epoch} went to another scheduler")
+        self._leads_until = asked + self._lease_s
 
     async def _commit(self, delta: Delta) -> None:
         """Repeats the same commit until the store has it. Nothing is exposed meanwhile."""
         started = time.perf_counter()
         digest = delta.digest()
         while True:
+            asked = time.monotonic()
             try:
                 status = await self._store.commit(self.epoch, self.step + 1, delta, digest)
                 break
@@ -143,6 +155,8 @@ class Committer:
         if status not in (CommitStatus.OK, CommitStatus.DUP):
             raise Fenced(f"commit of step {self.step + 1} in epoch {self.epoch} answered {status.name}")
         self.step += 1
+        if status is CommitStatus.OK:
+            self._leads_until = asked + self._lease_s
         if self._failing_since is not None:
             log.info("the store answers again after %.1f s", time.monotonic() - self._failing_since)
             self._failing_since, self._failure = None, ""
@@ -162,7 +176,9 @@ class Committer:
             delta.next_rid = max(delta.next_rid, request.rid + 1)
         if changes.tokens:
             _pack_tokens(changes.tokens, delta)
-        delta.logprobs = [(entry.sequence.seq_no, pack_logprobs(entry)) for entry in changes.logprobs]
+        for entry in changes.logprobs:
+            entry.packed = pack_logprobs(entry)
+        delta.logprobs = [(entry.sequence.seq_no, entry.packed) for entry in changes.logprobs]
         for sequence in changes.finished:
             assert sequence.finish is not None
             request = sequence.request

@@ -9,7 +9,9 @@ from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
 from kvern_scheduler.core.changes import Logprobs
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.plan import Entry, Plan, Result
-from kvern_scheduler.core.requests import Finish, Sequence, Submission, sequence_seed
+from kvern_scheduler.core.requests import Finish, Submission, sequence_seed
+
+_LENGTH_BYTES = 4
 
 
 def plan_to_pb(plan: Plan, epoch: int) -> worker_pb2.StepPlan:
@@ -145,15 +147,22 @@ def logprobs_to_pb(entry: Logprobs, handle: int = 0) -> session_pb2.ChoiceLogpro
 def pack_logprobs(entry: Logprobs) -> bytes:
     """A kvern.v1.ChoiceLogprobs behind its length (uint32, little endian), so that several can be joined."""
     record = logprobs_to_pb(entry).SerializeToString()
-    return b"".join((len(record).to_bytes(4, "little"), record))
+    return b"".join((len(record).to_bytes(_LENGTH_BYTES, "little"), record))
 
 
-def unpack_logprobs(packed: bytes, sequence: Sequence) -> list[Logprobs]:
-    """What was joined of pack_logprobs' records."""
-    entries, start = [], 0
-    while start < len(packed):
-        end = start + 4 + int.from_bytes(packed[start : start + 4], "little")
-        pb = session_pb2.ChoiceLogprobs.FromString(packed[start + 4 : end])
-        entries.append(Logprobs(sequence, pb.first_index, pb.prompt, list(pb.tokens)))
-        start = end
-    return entries
+def read_logprobs(log: bytes | bytearray, start: int) -> tuple[session_pb2.ChoiceLogprobs, int]:
+    """The record of pack_logprobs that begins at ``start``, and where the next one does."""
+    first = start + _LENGTH_BYTES
+    end = first + int.from_bytes(log[start:first], "little")
+    return session_pb2.ChoiceLogprobs.FromString(bytes(log[first:end])), end
+
+
+def num_prompt_logprobs(log: bytes | bytearray) -> int:
+    """The index of the first prompt token that a log lacks; those of the prompt come first in it."""
+    index, start = 1, 0
+    while start < len(log):
+        record, start = read_logprobs(log, start)
+        if not record.prompt:
+            break
+        index = record.first_index + len(record.tokens)
+    return index

@@ -265,7 +265,7 @@ class Engine:
         for tokens in changes.tokens:
             self.subscriptions.tokens(tokens)
         for entry in changes.logprobs:
-            entry.sequence.logprobs.append(entry)
+            entry.sequence.logprobs += entry.packed
             self.subscriptions.logprobs(entry)
         for sequence in changes.finished:
             sequence.announced = True

@@ -12,7 +12,7 @@ import grpc.aio
 from kvern.rpc.channel import Dial, create_channel
 from kvern.v1 import session_pb2, session_pb2_grpc
 from kvern_scheduler.address import is_known, is_wildcard
-from kvern_scheduler.convert import finish_from_pb, submission_from_pb, unpack_logprobs
+from kvern_scheduler.convert import finish_from_pb, num_prompt_logprobs, submission_from_pb
 from kvern_scheduler.core.requests import Request, State
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.store.base import (
@@ -164,9 +164,8 @@ def request_from_store(stored: StoredRequest, now: float) -> Request:
         tokens = stored.tokens.get(sequence.choice)
         if tokens is not None:
             sequence.output = array("i", tokens.tobytes())
-        sequence.logprobs = unpack_logprobs(stored.logprobs.get(sequence.choice, b""), sequence)
-        told = (e.first_index + len(e.tokens) for e in sequence.logprobs if e.prompt)
-        sequence.num_prompt_logprobs = max(told, default=1)
+        sequence.logprobs = bytearray(stored.logprobs.get(sequence.choice, b""))
+        sequence.num_prompt_logprobs = num_prompt_logprobs(sequence.logprobs)
         finish = stored.finishes.get(sequence.choice)
         if finish is not None:
             sequence.finish = finish_from_pb(session_pb2.Finished.FromString(finish))

@@ -147,7 +147,9 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         if args.tracing is not None:
             engine.ended.append(Traces(args.tracing).finished)
         engine.committer = Committer(
-            store, leadership, engine.release, engine.instances.__getitem__, engine.timings, args.retention_s
+            *(store, leadership, engine.release, engine.instances.__getitem__, engine.timings),
+            retention_s=args.retention_s,
+            lease_s=args.lease_s,
         )
         committing.append(asyncio.create_task(engine.committer.run()))
         loading = asyncio.create_task(load(store))

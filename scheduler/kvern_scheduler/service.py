@@ -125,14 +125,14 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
     async def GetStatus(
         self, request: session_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> session_pb2.GetStatusResponse:
+        engine = self._engine
         response = session_pb2.GetStatusResponse(
             cell=self._cell_name,
             epoch=self._epoch,
-            leader=self._engine is not None,
+            leader=engine is not None and engine.committer.leads,
             store=self._store_name,
             owner=self._owner,
         )
-        engine = self._engine
         if engine is None:
             return response
         response.step = engine.committer.step

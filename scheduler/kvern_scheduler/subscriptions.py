@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.v1 import session_pb2
-from kvern_scheduler.convert import finish_to_pb, logprobs_to_pb
+from kvern_scheduler.convert import finish_to_pb, logprobs_to_pb, read_logprobs
 from kvern_scheduler.core.changes import Logprobs, Tokens
 from kvern_scheduler.core.requests import Sequence
 from kvern_scheduler.sessions import Session
@@ -37,8 +37,8 @@ class _Replay:
     first_index: int
     next_index: int
     admitted: session_pb2.Admitted | None
-    num_logprobs: int = 0
-    """Of the sequence's entries, those that were sent or are not lacked."""
+    logprobs_read: int = 0
+    """Of the sequence's log-probabilities, the bytes that were sent or are not lacked."""
 
 
 class Subscriptions:
@@ -129,7 +129,7 @@ class Subscriptions:
             if bound and row in self._replaying:
                 units -= self._send_piece(session, replay, units)
                 left = self.num_committed(replay.sequence) - replay.next_index
-                if left > 0 or replay.num_logprobs < len(replay.sequence.logprobs):
+                if left > 0 or replay.logprobs_read < len(replay.sequence.logprobs):
                     continue
                 self._replaying.discard(row)
                 if replay.sequence.announced:
@@ -149,17 +149,18 @@ class Subscriptions:
             replay.admitted = None
         end = min(self.num_committed(sequence), start + max(1, units - taken))
         # Log-probabilities go with their tokens, those of the prompt before all tokens. So they are in the list.
-        entries = sequence.logprobs
-        while replay.num_logprobs < len(entries) and taken < units:
-            entry = entries[replay.num_logprobs]
-            if not entry.prompt and entry.first_index >= end:
-                break
-            replay.num_logprobs += 1
-            if (replay.first_index == 0) if entry.prompt else (entry.first_index >= replay.first_index):
-                taken += session.logprobs(logprobs_to_pb(entry, replay.handle))
-        if replay.num_logprobs < len(entries):
-            entry = entries[replay.num_logprobs]
+        log = sequence.logprobs
+        while replay.logprobs_read < len(log):
+            entry, next_read = read_logprobs(log, replay.logprobs_read)
+            if taken < units and (entry.prompt or entry.first_index < end):
+                replay.logprobs_read = next_read
+                taken += 1
+                if (replay.first_index == 0) if entry.prompt else (entry.first_index >= replay.first_index):
+                    entry.handle = replay.handle
+                    taken += session.logprobs(entry)
+                continue
             end = start if entry.prompt else max(start, min(end, entry.first_index))
+            break
         if start < end:
             count = end - start
             session.tokens(

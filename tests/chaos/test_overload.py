@@ -37,8 +37,11 @@ def test_overload_costs_no_goodput_and_drops_nothing() -> None:
 
 @pytest.mark.slow
 def test_clients_that_never_read_cost_nobody_anything() -> None:
-    result = bench("slow-clients", "--clients", "40", "--output-len", "1024", "--step-us", "4000")
+    result = bench(
+        "slow-clients", "--clients", "40", "--output-len", "1024", "--logprobs", "5", "--step-us", "4000"
+    )
     assert result["wrong_texts"] == 0
     assert result["step_ratio"] < 1.5, result
     assert result["kernel_bytes_per_client"] < 2**20, result
-    assert all(size < 2**20 for size in result["rss_bytes_per_client"].values()), result
+    # A quarter of what 4,096 tokens may cost.
+    assert all(size < 2**18 for size in result["rss_bytes_per_client"].values()), result

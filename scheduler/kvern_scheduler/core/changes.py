@@ -29,6 +29,8 @@ class Logprobs:
     first_index: int
     prompt: bool
     tokens: list[sampling_pb2.TokenLogprobs]
+    packed: bytes = b""
+    """As the store and the sequence keep them, once they are committed (kvern_scheduler.convert.pack_logprobs)."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ import enum
 import hashlib
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +148,8 @@ class Sequence:
         # Index of the first prompt token whose log-probabilities nobody has been told.
         self.num_prompt_logprobs = 1
         # Committed ones, for gateways that attach later; a list of changes.Logprobs.
-        self.logprobs: list[Any] = []
+        # Committed; records of kvern_scheduler.convert.pack_logprobs.
+        self.logprobs = bytearray()
         self.first_scheduled = 0.0
         self.first_token = 0.0
         self.finish: Finish | None = None

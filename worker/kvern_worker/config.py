@@ -14,6 +14,7 @@ from typing import Any
 
 from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
+from kvern_worker.quantization import Quantization, parse_quantization
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 SAFETENSORS_STRATEGIES = ("auto", "lazy", "eager", "prefetch")
@@ -80,6 +81,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     # Of the checkpoint: "float32", "bfloat16" or "float16".
     dtype: str = "bfloat16"
+    # How the checkpoint's matrices are quantized, where it is a folder and they are.
+    quantization: Quantization | None = None
     # Of a hybrid: what its layers without keys and values keep instead.
     states: StateShapes | None = None
 
@@ -210,6 +213,7 @@ def model_fields(raw: HfConfig, *, tie: bool = False) -> dict[str, Any]:
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", tie)),
         "eos_token_ids": raw.eos_token_ids,
         "dtype": _parse_dtype(raw),
+        "quantization": parse_quantization(raw),
     }
 
 

@@ -22,6 +22,7 @@ from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
+from kvern_worker.quantization import Asked
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_hybrid, size_kv
 from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern_worker.weights.loader import WeightLoader
@@ -61,6 +62,10 @@ class LoadOptions:
     max_num_batched_tokens: int = 2048
     threads: int | None = None
     keep_quantized: bool | None = None
+    quantization: str | None = None
+    gptq_bits: int | None = None
+    gptq_group_size: int | None = None
+    awq_bits: int | None = None
     safetensors_load_strategy: str = "auto"
     trust_remote_code: bool = False
 
@@ -74,6 +79,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             *(options.model, options.load_format),
             strategy=options.safetensors_load_strategy,
             trust_remote_code=options.trust_remote_code,
+            asked=Asked(options.quantization, options.gptq_bits, options.gptq_group_size, options.awq_bits),
         )
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
         progress.start(checkpoint.source.total_bytes)
@@ -83,7 +89,8 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     size = _size(options, checkpoint, dtype, kv_dtype)
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
-        keep_quantized = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
+        large = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
+        keep_quantized = large if checkpoint.load_format == "gguf" else True
     with _phase(
         "kv_cache",
         dtype=kv_dtype_name,
@@ -109,7 +116,11 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
-        loader = WeightLoader(checkpoint.source, dtype, progress.add, threads, keep_quantized)
+        loader = WeightLoader(
+            *(checkpoint.source, dtype, progress.add, threads, keep_quantized),
+            quantization=config.quantization,
+            online=checkpoint.online,
+        )
         model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
@@ -230,8 +241,9 @@ def weight_parts(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     parts = {"embedding and head": 0, "experts": 0, "other layers": 0}
     for name, info in checkpoint.source.infos.items():
         count = prod(info.shape)
-        # One byte an element: quantized, and kept so.
-        size = info.num_bytes if info.num_bytes == count else count * dtype.itemsize
+        # Integers: quantized, and kept so. One byte an element: float8, that becomes bfloat16 or wider.
+        integers = info.dtype is not None and not info.dtype.is_floating_point
+        size = info.num_bytes if integers else count * dtype.itemsize
         ends = not re.search(r"\.\d+\.", name) and len(info.shape) > 1
         parts["embedding and head" if ends else "experts" if "experts" in name else "other layers"] += size
     if config.tie_word_embeddings:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvern.errors import KvernError, invalid
 from kvern.rpc import spellings, tls
 from kvern.rpc.flags import fraction, positive
-from kvern_worker import service
+from kvern_worker import quantization, service
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
 
@@ -88,6 +88,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="multiply by GGUF weights as they are (less memory, faster single streams) instead of "
         "converting them to --dtype (faster prompts and large batches; default up to 2 GiB)",
     )
+    add(
+        "--quantization",
+        metavar="METHOD",
+        help=f"quantize at load: {', '.join(quantization.ONLINE)}; a checkpoint says itself how it is quantized, and is "
+        "refused where this says otherwise",
+    )
+    for flag, what in (
+        ("--gptq-bits", "bits of a GPTQ checkpoint"),
+        ("--gptq-group-size", "group size of a GPTQ checkpoint"),
+        ("--awq-bits", "bits of an AWQ checkpoint"),
+    ):
+        add(flag, type=int, metavar="N", help=f"the {what}, which is refused where it has others")
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
@@ -171,6 +183,10 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         max_num_batched_tokens=args.max_num_batched_tokens,
         threads=args.threads,
         keep_quantized=args.keep_quantized,
+        quantization=args.quantization,
+        gptq_bits=args.gptq_bits,
+        gptq_group_size=args.gptq_group_size,
+        awq_bits=args.awq_bits,
         safetensors_load_strategy=args.safetensors_load_strategy,
         trust_remote_code=args.trust_remote_code,
     )

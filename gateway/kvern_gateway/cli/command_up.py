@@ -115,6 +115,15 @@ def up(
             "--trust-remote-code/--no-trust-remote-code", help="Run code that the model's folder brings"
         ),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantize at load: fp8, fp8_per_channel, fp8_per_block, int8; a checkpoint says itself"
+        ),
+    ] = None,
+    gptq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
+    gptq_group_size: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
+    awq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,

@@ -36,9 +36,6 @@ IMPLIED = {
     "--enable-chunked-prefill": "prompts are always computed in chunks of at most --max-num-batched-tokens",
     "--enforce-eager": "no graphs are captured on this device",
     "--disable-log-requests": "requests are not logged",
-    "--gptq-bits": "the checkpoint says so itself",
-    "--gptq-group-size": "the checkpoint says so itself",
-    "--awq-bits": "the checkpoint says so itself",
     "--lora-extra-vocab-size": "adapters with a vocabulary of their own are refused",
 }
 """Accepted without effect: why."""
@@ -74,7 +71,6 @@ UNBUILT = {
     "--offload-prefetch-step": ("", "weight offload is"),
     "--pipeline-parallel-size": ("1", "pipeline parallelism is"),
     "--prefill-context-parallel-size": ("1", "context parallelism is"),
-    "--quantization": ("", "quantizing at load (a checkpoint says itself how it is quantized) is"),
     "--reasoning-parser": ("", "reasoning parsers are"),
     "--speculative-config": ("", "speculative decoding is"),
     "--tensor-parallel-size": ("1", "tensor parallelism is"),

@@ -107,6 +107,6 @@ def load_stacked_experts(
 ) -> Any:
     """``gate_up`` [experts, 2 inner, hidden], the gates first, and ``down`` [experts, hidden, inner]."""
     return kernels.pack_experts(
-        [loader.pack(weight) for weight in loader.read(gate_up, num_experts, 2 * inner, hidden)],
-        [loader.pack(weight) for weight in loader.read(down, num_experts, hidden, inner)],
+        [loader.pack_layer(weight) for weight in loader.read(gate_up, num_experts, 2 * inner, hidden)],
+        [loader.pack_layer(weight) for weight in loader.read(down, num_experts, hidden, inner)],
     )

@@ -17,6 +17,9 @@ from kvern_worker.layers.norm import load_layer_norm
 from kvern_worker.layers.self_attention import SelfAttention
 from kvern_worker.weights.loader import WeightLoader
 
+# Its matrices are stored as [in, out], which no quantized layout is.
+QUANTIZATIONS = ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Config(DecoderConfig):

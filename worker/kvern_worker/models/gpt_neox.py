@@ -89,4 +89,4 @@ def _qkv(config: NeoxConfig, loader: WeightLoader, name: str) -> kernels.PackedL
 
     weight = loader.read(f"{name}.weight", 3 * config.hidden_size, config.hidden_size)
     bias = loader.read(f"{name}.bias", 3 * config.hidden_size) if config.qkv_bias else None
-    return loader.pack(by_kind(weight), None if bias is None else by_kind(bias))
+    return loader.pack_layer(by_kind(weight), None if bias is None else by_kind(bias))

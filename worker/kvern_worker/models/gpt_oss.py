@@ -105,4 +105,4 @@ def _projections(
             for block, scale, bias in zip(blocks, scales, biases, strict=True)
         ]
     weights = loader.read(name, count, in_size, out_size)
-    return [loader.pack(weight.t()[order], bias) for weight, bias in zip(weights, biases, strict=True)]
+    return [loader.pack_layer(weight.t()[order], bias) for weight, bias in zip(weights, biases, strict=True)]

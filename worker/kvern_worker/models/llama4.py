@@ -138,4 +138,6 @@ def _transposed(
     loader: WeightLoader, name: str, count: int, in_size: int, out_size: int
 ) -> list[kernels.PackedLinear]:
     """One of each expert; the file has [experts, in, out]."""
-    return [loader.pack(weight.t().contiguous()) for weight in loader.read(name, count, in_size, out_size)]
+    return [
+        loader.pack_layer(weight.t().contiguous()) for weight in loader.read(name, count, in_size, out_size)
+    ]

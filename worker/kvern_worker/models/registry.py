@@ -5,7 +5,8 @@ A model file is a module with two functions::
     def parse(raw: HfConfig) -> ModelConfig                                     # no weights, no memory
     def build(config, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model
 
-and, where its checkpoints come quantized, the methods that it reads: ``QUANTIZATIONS = ("mxfp4",)``.
+and, where it does not read its matrices by ``loader.linear``, the quantization methods that it reads:
+``QUANTIZATIONS = ("mxfp4",)``.
 Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
 """
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvern.errors import invalid
 from kvern_worker.config import HfConfig, ModelConfig, token_ids, unsupported
+from kvern_worker.quantization import parse_quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from kvern_worker.weights.loader import WeightLoader
 
 GROUP = "kvern.models"
+
+# What ``loader.linear`` reads.
+LINEAR_METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -131,14 +136,20 @@ def parse_hf_config(raw: HfConfig) -> tuple[ModelFile, ModelConfig]:
     if raw.architecture in TEXT_PARTS and "text_config" in raw:
         raw = _text_part(raw)
     file = file_of(raw)
-    method = (raw.get("quantization_config") or {}).get("quant_method", "")
-    if method and method not in getattr(file, "QUANTIZATIONS", ()):
+    quantization, methods = parse_quantization(raw), quantizations(file)
+    if quantization is not None and quantization.method not in methods:
         raise unsupported(
-            f"checkpoints quantized with {method} are not supported; use the unquantized checkpoint or a GGUF file",
+            f"checkpoints of {raw.architecture} quantized with {quantization.method} are not supported; supported: "
+            f"{', '.join(('unquantized ones', *methods))}",
             field="quantization_config",
-            value=method,
+            value=quantization.method,
         )
     return file, file.parse(raw)
+
+
+def quantizations(file: ModelFile) -> tuple[str, ...]:
+    """The methods that an architecture's checkpoints may be quantized with."""
+    return getattr(file, "QUANTIZATIONS", LINEAR_METHODS)
 
 
 def _text_part(raw: HfConfig) -> HfConfig:

@@ -24,6 +24,9 @@ from kvern_worker.layers.attention import KvCache, StepInputs, warm_up_step
 from kvern_worker.layers.mlp import ACTIVATIONS
 from kvern_worker.weights.loader import WeightLoader
 
+# transformers reads the weights, and this packs them in floats.
+QUANTIZATIONS = ()
+
 _NAME = "kvern_paged"
 # Modules of torch and transformers whose bits depend on where in a tensor an element is.
 _ACTIVATIONS = {

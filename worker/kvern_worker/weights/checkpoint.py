@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.errors import invalid
-from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES, ModelConfig
-from kvern_worker.models.registry import ModelFile, find, load_hf_config
+from kvern_worker.config import LOAD_FORMATS, SAFETENSORS_STRATEGIES, ModelConfig, unsupported
+from kvern_worker.models.registry import ModelFile, find, load_hf_config, quantizations
+from kvern_worker.quantization import Asked, check_asked
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
 from kvern_worker.weights.source import DummySource, TensorSource, text_part
@@ -32,10 +33,16 @@ class Checkpoint:
     file: ModelFile
     config: ModelConfig
     source: TensorSource
+    # What plain matrices are quantized to at load: a value of quantization.ONLINE.
+    online: str | None = None
 
     @property
     def digest(self) -> bytes:
-        text = [repr(self.config), *(f"{file.name}:{file.stat().st_size}" for file in self.source.files)]
+        text = [
+            repr(self.config),
+            self.online or "",
+            *(f"{file.name}:{file.stat().st_size}" for file in self.source.files),
+        ]
         return hashlib.sha256("\n".join(text).encode()).digest()
 
 
@@ -49,10 +56,15 @@ def bundled_model() -> Path | None:
 
 
 def open_checkpoint(
-    model: str | Path, load_format: str = "auto", strategy: str = "auto", trust_remote_code: bool = False
+    model: str | Path,
+    load_format: str = "auto",
+    strategy: str = "auto",
+    trust_remote_code: bool = False,
+    asked: Asked | None = None,
 ) -> Checkpoint:
     """Opens a Hugging Face folder or a .gguf file. Nothing of the weights is read yet. ``strategy`` is one of
-    :data:`SAFETENSORS_STRATEGIES`. Raises KvernError."""
+    :data:`SAFETENSORS_STRATEGIES`; ``asked`` is checked against what the checkpoint says. Raises KvernError."""
+    asked = asked or Asked()
     for field, value, known in (
         ("load_format", load_format, LOAD_FORMATS),
         ("safetensors_load_strategy", strategy, SAFETENSORS_STRATEGIES),
@@ -66,22 +78,37 @@ def open_checkpoint(
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         opened = GgufFile(gguf)
+        check_asked(asked, "gguf", None)
         decoder = parse_gguf_config(opened)
         source: TensorSource = DummySource(gguf) if load_format == "dummy" else GgufSource(opened, decoder)
         file = find(decoder.architecture)
         assert file is not None
         return Checkpoint(path, "dummy" if load_format == "dummy" else "gguf", file, decoder, source)
     file, config = load_hf_config(path, trust_remote_code)
+    online = _online(asked, file, config)
     if load_format == "dummy":
-        return Checkpoint(path, "dummy", file, config, DummySource(path / "config.json"))
+        return Checkpoint(path, "dummy", file, config, DummySource(path / "config.json"), online)
     kind, files = _weight_files(path, load_format)
     if kind == "safetensors":
         from kvern_worker.weights.safetensors_source import SafetensorsSource
 
-        return Checkpoint(path, kind, file, config, text_part(SafetensorsSource(files, strategy)))
+        return Checkpoint(path, kind, file, config, text_part(SafetensorsSource(files, strategy)), online)
     from kvern_worker.weights.torch_source import TorchSource
 
-    return Checkpoint(path, kind, file, config, text_part(TorchSource(files)))
+    return Checkpoint(path, kind, file, config, text_part(TorchSource(files)), online)
+
+
+def _online(asked: Asked, file: ModelFile, config: ModelConfig) -> str | None:
+    """What to quantize to at load. Raises KvernError where that contradicts the checkpoint or the model cannot be."""
+    found = config.quantization
+    online = check_asked(asked, found.method if found else "", found)
+    if online and not quantizations(file):
+        raise unsupported(
+            f"--quantization {asked.quantization} is not supported for {config.architecture}; leave the flag out",
+            field="quantization",
+            value=asked.quantization,
+        )
+    return online
 
 
 def _gguf_file(path: Path, load_format: str) -> Path | None:

@@ -6,9 +6,12 @@ Each ``_q…`` function takes blocks [n, bytes of a block] uint8 and returns [n,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from kvern_kernels.reference_gguf import dequantize_gguf
 
 # Elements converted at a time: the temporaries stay in the cache.
 _CHUNK = 1 << 18
@@ -113,6 +116,8 @@ _BLOCKS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "Q5_0": (_q5_0, 32, 22),
     "Q5_1": (_q5_1, 32, 24),
     "Q8_0": (_q8_0, 32, 34),
+    "Q2_K": (partial(dequantize_gguf, kind="Q2_K"), 256, 84),
+    "Q3_K": (partial(dequantize_gguf, kind="Q3_K"), 256, 110),
     "Q4_K": (_q4_k, 256, 144),
     "Q5_K": (_q5_k, 256, 176),
     "Q6_K": (_q6_k, 256, 210),

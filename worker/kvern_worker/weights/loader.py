@@ -12,13 +12,19 @@ from torch import Tensor
 
 import kvern_kernels as kernels
 from kvern.errors import invalid
+from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES
+from kvern_worker.quantization import Quantization
+from kvern_worker.weights.layouts import IGNORED_SUFFIXES, read_matrix
+from kvern_worker.weights.quantized import GgufMatrix, QuantizedMatrix, quantize
 from kvern_worker.weights.source import TensorSource
-
-# Quantized formats that kernels.linear multiplies by as they are.
-PACKED_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 # Buffers that some checkpoints carry and no one needs.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Not quantized at load: heads and routers, which are small and whose errors show most.
+_KEPT_PLAIN = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
 
 
 class WeightLoader:
@@ -26,6 +32,9 @@ class WeightLoader:
 
     ``threads`` tensors are read at a time by :meth:`side_by_side`, each by one thread: the many short operations of
     dequantising would spend their time at the barriers of a pool.
+
+    ``quantization``: the checkpoint's. ``online``: what plain matrices are quantized to, a value of quantization.ONLINE.
+    ``keep_quantized``: quantized matrices stay so where the kernels can multiply by them as they are.
     """
 
     def __init__(
@@ -35,12 +44,16 @@ class WeightLoader:
         on_bytes: Callable[[int], None],
         threads: int = 1,
         keep_quantized: bool = False,
+        quantization: Quantization | None = None,
+        online: str | None = None,
     ) -> None:
         self._source = source
         self.dtype = dtype
         self._on_bytes = on_bytes
         self._threads = threads
         self._keep_quantized = keep_quantized
+        self._quantization = quantization
+        self._online = online
         self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
@@ -66,8 +79,12 @@ class WeightLoader:
         return out
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """One tensor that the caller rearranges before it is packed."""
+        """One tensor that the caller rearranges before it is packed; a quantized matrix is dequantized."""
         out = torch.empty(shape, dtype=self.dtype)
+        if self._quantization is not None and len(shape) == 2 and name.endswith(".weight"):
+            matrix = self._matrix(name.removesuffix(".weight"), *shape)
+            if matrix is not None:
+                return out.copy_(matrix.dequantize())
         self._fill(name, out)
         return out
 
@@ -85,41 +102,90 @@ class WeightLoader:
         """Whether the tensor is there to be read; in a dummy checkpoint none is."""
         return name in self._source.infos
 
+    def stored(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """See layouts.Reader."""
+        info = self._source.infos.get(name)
+        return None if info is None or info.dtype is None else (info.shape, info.dtype)
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        """See layouts.Reader."""
+        self._check(name, shape)
+        out = torch.empty(shape, dtype=self._source.infos[name].dtype)
+        self._source.read_into(name, out)
+        self._done(name, 0)
+        return out
+
     def linear(
         self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
     ) -> kernels.PackedLinear:
         """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed.
 
-        With ``keep_quantized``, quantized weights stay so where the kernels can multiply by them as they are.
+        Matrices that are quantized alike stay so; others of one stack are dequantized.
         """
-        packed_bias = None
-        if bias:
-            packed_bias = torch.empty(sum(sizes), dtype=self.dtype)
-            for prefix, rows in zip(prefixes, packed_bias.split(list(sizes)), strict=True):
-                self._fill(f"{prefix}.bias", rows)
-        names = [f"{prefix}.weight" for prefix in prefixes]
-        for name, size in zip(names, sizes, strict=True):
-            self._check(name, (size, in_size))
-        blocks = [self._source.blocks(name) for name in names] if self._keep_quantized else []
-        kinds = {part[1] if part is not None else "" for part in blocks}
-        if len(kinds) == 1 and (kind := kinds.pop()) in PACKED_KINDS:
-            packed = kernels.pack_gguf(torch.cat([part[0] for part in blocks if part]), kind, packed_bias)
-            for name, size in zip(names, sizes, strict=True):
-                self._done(name, size * in_size)
-            self._count(num_bytes=packed.num_bytes)
-            return packed
+        matrices = [self._matrix(prefix, size, in_size) for prefix, size in zip(prefixes, sizes, strict=True)]
+        known = [matrix for matrix in matrices if matrix is not None]
+        # Tools that quantize give biases (of zeros) to layers that had none.
+        bias = bias or (bool(known) and all(self.holds(f"{prefix}.bias") for prefix in prefixes))
+        packed_bias = self._stacked_bias(prefixes, sizes) if bias else None
+        if len(known) == len(matrices) and self._keep_quantized:
+            stacked = _stack(known)
+            if stacked is not None:
+                return self.counted(stacked.pack(packed_bias))
         weight = torch.empty(sum(sizes), in_size, dtype=self.dtype)
-        for name, rows in zip(names, weight.split(list(sizes)), strict=True):
-            self._fill(name, rows)
+        parts = weight.split(list(sizes))
+        for prefix, rows, matrix in zip(prefixes, parts, matrices, strict=True):
+            if matrix is None:
+                self._fill(f"{prefix}.weight", rows)
+            else:
+                rows.copy_(matrix.dequantize())
+        if self._online and not known and not _kept_plain(prefixes[0]):
+            return self._pack_online(parts, packed_bias)
         return self.pack(weight, packed_bias)
+
+    def _matrix(self, prefix: str, size: int, in_size: int) -> QuantizedMatrix | None:
+        """The matrix as it is quantized, or None where it is plain, or is to be converted by who reads the file."""
+        name = f"{prefix}.weight"
+        if self._quantization is not None:
+            matrix = read_matrix(
+                *(self, prefix, size, in_size, self._quantization), exact=self.dtype == torch.float32
+            )
+            if matrix is not None:
+                self._count(num_parameters=size * in_size)
+            return matrix
+        if not self._keep_quantized or not self.holds(name):
+            return None
+        self._check(name, (size, in_size))
+        blocks = self._source.blocks(name)
+        if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
+            return None
+        self._done(name, size * in_size)
+        return GgufMatrix(*blocks)
+
+    def _stacked_bias(self, prefixes: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        bias = torch.empty(sum(sizes), dtype=self.dtype)
+        for prefix, rows in zip(prefixes, bias.split(list(sizes)), strict=True):
+            self._fill(f"{prefix}.bias", rows)
+        return bias
 
     def head(self, name: str, weight: Tensor) -> kernels.PackedLinear:
         """The output layer that shares ``weight`` [vocab, hidden] with the embedding ``name``."""
-        blocks = self._source.blocks(name) if self._keep_quantized else None
-        if blocks is None or blocks[1] not in PACKED_KINDS:
+        blocks = self._source.blocks(name) if self._keep_quantized and self.holds(name) else None
+        if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
             return self.pack(weight)
         packed = kernels.pack_gguf(*blocks)
         return self.counted(packed)
+
+    def pack_layer(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
+        """``weight`` [out, in], no head or router, quantized if that is asked for at load."""
+        return self._pack_online([weight], bias) if self._online else self.pack(weight, bias)
+
+    def _pack_online(self, parts: Sequence[Tensor], bias: Tensor | None) -> kernels.PackedLinear:
+        assert self._online is not None
+        matrices = [quantize(part, self._online) for part in parts]
+        stacked = _stack(matrices)
+        if stacked is not None:
+            return self.counted(stacked.pack(bias))
+        return self.pack(torch.cat([matrix.dequantize().to(self.dtype) for matrix in matrices]), bias)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
         """``weight`` [out, in] for kernels.linear."""
@@ -149,6 +215,7 @@ class WeightLoader:
             if name not in self._used
             and not name.startswith(ignored)
             and not name.endswith(_IGNORED_SUFFIXES)
+            and not (self._quantization is not None and name.endswith(IGNORED_SUFFIXES))
         ]
         if unexpected:
             name = unexpected[0]
@@ -161,6 +228,14 @@ class WeightLoader:
 
     def _fill(self, name: str, out: Tensor) -> None:
         self._check(name, tuple(out.shape))
+        info = self._source.infos.get(name)
+        if info is not None and info.dtype not in (*_FLOATS, None, out.dtype):
+            raise invalid(
+                "model",
+                f"tensor {name} in {info.file} is {str(info.dtype).removeprefix('torch.')}, and nothing says how it is "
+                "quantized; the model needs floats there",
+                value=info.dtype,
+            )
         self._source.read_into(name, out)
         self._done(name, out.numel())
 
@@ -189,3 +264,14 @@ class WeightLoader:
         with self._lock:
             self.num_bytes += num_bytes
             self.num_parameters += num_parameters
+
+
+def _stack(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
+    if any(type(matrix) is not type(matrices[0]) for matrix in matrices):
+        return None
+    return matrices[0] if len(matrices) == 1 else type(matrices[0]).stack(matrices)
+
+
+def _kept_plain(prefix: str) -> bool:
+    *_, above, last = "", *prefix.split(".")
+    return last in _KEPT_PLAIN or above == "router"

@@ -23,6 +23,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -56,7 +57,7 @@ class SafetensorsSource(TensorSource):
                 shape = tuple(piece.get_shape())
                 dtype = _DTYPES.get(piece.get_dtype(), torch.uint8)
                 num_bytes = prod(shape) * dtype.itemsize
-                self.infos[name] = TensorInfo(shape, num_bytes, file)
+                self.infos[name] = TensorInfo(shape, num_bytes, file, dtype)
         if strategy == "auto":
             strategy = "prefetch" if files and file_system(files[0]) in _NETWORK else "lazy"
         self._eager = strategy == "eager"

@@ -14,11 +14,13 @@ from kvern.errors import KvernError, invalid
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. ``shape`` is the logical one; ``num_bytes`` what it takes in ``file``."""
+    """Where a tensor lies. ``shape`` is the logical one; ``num_bytes`` what it takes in ``file``; ``dtype`` None in GGUF,
+    which has types of its own."""
 
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
+    dtype: torch.dtype | None = None
 
 
 class TensorSource(ABC):

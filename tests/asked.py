@@ -174,12 +174,21 @@ ROWS: dict[str, list[Row]] = {
             ("worker/test_worker_quantized.py", "kernels/test_quant_reference.py"),
         ),
     ],
-    "LoRA and multimodal": [
+    "LoRA, embeddings and multimodal": [
         Row(
             "`--enable-lora`, `--lora-modules`",
             "the kernels' meaning",
             ("kernels/test_lora_reference.py",),
             f"adapters; {REFUSED}",
+        ),
+        Row(
+            "`--runner pooling`, `--pooler-config`, `/v1/embeddings`, BERT encoders",
+            "`--runner`, `--pooler-config`, `/v1/embeddings`, gRPC `Embed`",
+            (
+                "worker/test_worker_embeddings.py",
+                "gateway/test_embeddings.py",
+                "e2e/test_embeddings.py::test_a_real_encoder_equals_transformers",
+            ),
         ),
         Row("`--limit-mm-per-prompt`, images", "", missing=REFUSED),
     ],

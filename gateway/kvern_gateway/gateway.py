@@ -203,6 +203,31 @@ class Gateway:
             )
         )
 
+    def submit_embedding(self, prompt_ids: list[int], identity: Identity, routing: Routing) -> Generation:
+        """As :meth:`submit`, for a vector instead of tokens."""
+        pooling, welcome = self.facts().pooling, self.client.welcome
+        assert pooling is not None and welcome is not None
+        hashes: list[bytes] = []
+        if welcome.prefix_caching and welcome.block_size and not pooling.bidirectional:
+            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt)
+        return self.client.submit(
+            session_pb2.Submit(
+                request_id=identity.request_id,
+                tenant=identity.tenant,
+                body_digest=identity.body_digest,
+                prompt_token_ids=pack_i32(prompt_ids),
+                params=SamplingParams(max_tokens=0),
+                n=1,
+                block_hashes=join_hashes(hashes),
+                cache_salt=routing.cache_salt,
+                priority=routing.priority,
+                deadline_unix_ms=identity.deadline_unix_ms,
+                model=welcome.model.name,
+                traceparent=identity.traceparent,
+                pooling=True,
+            )
+        )
+
     def routing(self, fields: Fields) -> Routing:
         return Routing(
             fields.integer("n", 1, self.limits.max_n, 1),

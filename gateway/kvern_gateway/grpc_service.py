@@ -14,7 +14,8 @@ from kvern.errors import KvernError, invalid
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import generation_pb2_grpc, session_pb2
 from kvern.v1.model_pb2 import ModelInfo
-from kvern_gateway.gateway import Gateway, Identity, admit, mint_id
+from kvern_gateway.embedding import check_dimensions, check_length, embed
+from kvern_gateway.gateway import Gateway, Identity, Routing, admit, mint_id
 from kvern_gateway.generation import ORPHAN_GRACE_S, unavailable
 from kvern_gateway.http.chat import parse_messages, template_kwargs
 from kvern_gateway.http.resume import beyond_the_end
@@ -25,6 +26,7 @@ from kvern_gateway.room import overloaded
 from kvern_gateway.traces import traced
 from kvern_gateway.validation import (
     Fields,
+    check_generates,
     check_model,
     check_prompt_length,
     check_request_id,
@@ -127,6 +129,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             check_model(request.model, gateway.names())
             fields = to_fields(request)
             model = gateway.facts()
+            check_generates(model)
             name, prompt_ids = await self._prompt(request, fields)
             check_prompt_length(name, len(prompt_ids), model)
             most = gateway.limits.max_logprobs
@@ -167,6 +170,45 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                         yield response
                 finally:
                     gateway.metrics.running -= 1
+
+    async def Embed(
+        self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.EmbedResponse:
+        gateway = self._gateway
+        with gateway.metrics.counting_refusals(), current().asking():
+            if gateway.draining:
+                raise unavailable("this gateway is shutting down; another one will answer", 100)
+            if gateway.client.requests.room.full:
+                raise overloaded()
+            check_model(request.model, gateway.names())
+            model = gateway.facts()
+            dimensions = check_dimensions(Fields({"dimensions": request.dimensions or None}), model)
+            most = gateway.limits.max_embedding_inputs
+            inputs = []
+            for index, item in enumerate(Fields({"inputs": list(request.inputs)}).sequence("inputs", most)):
+                name = f"inputs[{index}]"
+                if item.WhichOneof("input") == "token_ids":
+                    ids = check_token_ids(f"{name}.token_ids", list(item.token_ids.ids), model.vocab_size)
+                else:
+                    ids = await gateway.tokenize(f"{name}.text", item.text, True) if item.text else []
+                check_length(name, len(ids), model)
+                inputs.append(ids)
+            if not inputs:
+                raise invalid("inputs", "inputs is empty; give at least one", value=0, limit="≥ 1 input")
+            identity = Identity(current().tenant.name, mint_id("embd"), deadline_unix_ms=_deadline(context))
+            gateway.metrics.running += 1
+            try:
+                routing = Routing(
+                    cache_salt=current().salted(""), priority=current().prioritized(request.priority)
+                )
+                vectors = await embed(gateway, inputs, identity, routing, dimensions)
+            finally:
+                gateway.metrics.running -= 1
+            return pb.EmbedResponse(
+                model=request.model or gateway.names()[0],
+                embeddings=[pb.Embedding(values=vector) for vector in vectors],
+                num_prompt_tokens=sum(map(len, inputs)),
+            )
 
     async def Stream(
         self, request: pb.StreamRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -293,7 +335,6 @@ def _check_from_index(request: pb.StreamRequest, submit: session_pb2.Submit) -> 
 
 def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
     named = bool(request.request_id)
-    remaining = context.time_remaining()
     metadata = dict(context.invocation_metadata() or ())
     traceparent = metadata.get("traceparent", "")
     return Identity(
@@ -301,9 +342,12 @@ def _identity(request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any
         check_request_id("request_id", request.request_id) if named else mint_id("gen"),
         resumable=named,
         body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),
-        # A call without a deadline reports the largest one there is.
-        deadline_unix_ms=0
-        if remaining is None or remaining > 10**8
-        else int((time.time() + remaining) * 1000),
+        deadline_unix_ms=_deadline(context),
         traceparent=traceparent[:256] if isinstance(traceparent, str) else "",
     )
+
+
+def _deadline(context: grpc.aio.ServicerContext[Any, Any]) -> int:
+    """Unix milliseconds; 0: none. A call without a deadline reports the largest one there is."""
+    remaining = context.time_remaining()
+    return 0 if remaining is None or remaining > 10**8 else int((time.time() + remaining) * 1000)

@@ -12,6 +12,7 @@ class Limits:
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0
     max_prompts: int = 128
+    max_embedding_inputs: int = 2_048
     max_n: int = 128
     # n times the number of prompts.
     max_choices: int = 1_024

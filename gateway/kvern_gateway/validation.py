@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.errors import KvernError, invalid
-from kvern.v1 import error_pb2, session_pb2
+from kvern.v1 import error_pb2, model_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.limits import Limits
 
@@ -35,6 +35,8 @@ class ModelFacts:
     # What one request may hold by default: the context, or the KV pool where that is smaller.
     default_len: int
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    # Of a model that gives embeddings instead of tokens.
+    pooling: model_pb2.Pooling | None = None
 
     @classmethod
     def of(cls, welcome: session_pb2.Welcome, sampling_defaults: Mapping[str, float]) -> ModelFacts:
@@ -46,6 +48,7 @@ class ModelFacts:
             frozenset(model.eos_token_ids),
             min(model.max_model_len, welcome.kv_capacity_tokens or model.max_model_len),
             sampling_defaults,
+            model.pooling if model.HasField("pooling") else None,
         )
 
 
@@ -186,6 +189,14 @@ def check_model(name: object, served: Sequence[str]) -> None:
         message = f"model {render(name)} is not served here; served: {known}"
         raise KvernError(
             error_pb2.ERROR_CODE_MODEL_NOT_FOUND, message, field="model", value=render(name), limit=known
+        )
+
+
+def check_generates(model: ModelFacts) -> None:
+    """Refuses generation where the model gives embeddings."""
+    if model.pooling is not None:
+        raise unimplemented(
+            "model", f"model {model.name} gives embeddings and cannot generate; use /v1/embeddings or Embed"
         )
 
 

@@ -61,7 +61,7 @@ def result_from_pb(pb: worker_pb2.StepResult) -> Result:
         tokens = unpack_i32(pb.token_ids)
     except ValueError as error:
         raise ProtocolError(f"step {pb.step}: {error}") from error
-    return Result(pb.step, pb.slots, tokens, list(pb.errors), list(pb.logprobs))
+    return Result(pb.step, pb.slots, tokens, list(pb.errors), list(pb.logprobs), pb.embeddings)
 
 
 def submission_from_pb(pb: session_pb2.Submit) -> Submission:
@@ -87,6 +87,7 @@ def submission_from_pb(pb: session_pb2.Submit) -> Submission:
         model=pb.model,
         gateway_context=pb.gateway_context,
         traceparent=pb.traceparent,
+        pooling=pb.pooling,
     )
 
 
@@ -107,6 +108,7 @@ def submission_to_pb(submission: Submission) -> session_pb2.Submit:
         resumable=submission.resumable,
         model=submission.model,
         traceparent=submission.traceparent,
+        pooling=submission.pooling,
     )
 
 
@@ -116,6 +118,7 @@ def finish_to_pb(finish: Finish, handle: int = 0) -> session_pb2.Finished:
         reason=finish.reason,
         stop_token_id=finish.stop_token_id,
         error=finish.error.to_pb() if finish.error is not None else None,
+        embedding=finish.embedding,
         num_output_tokens=finish.num_output_tokens,
         num_cached_tokens=finish.num_cached_tokens,
         num_preemptions=finish.num_preemptions,
@@ -131,6 +134,7 @@ def finish_from_pb(pb: session_pb2.Finished) -> Finish:
         pb.num_output_tokens,
         pb.stop_token_id if pb.HasField("stop_token_id") else None,
         error,
+        pb.embedding,
         num_cached_tokens=pb.num_cached_tokens,
         num_preemptions=pb.num_preemptions,
         queue_seconds=pb.queue_seconds,

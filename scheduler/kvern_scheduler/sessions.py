@@ -82,7 +82,7 @@ class Session:
         """The handle's last word."""
         self._message.finished.append(finished)
         self.sequences.pop(finished.handle, None)
-        self._touch()
+        self._touch(1 + len(finished.embedding) // 64)
 
     def tokens(self, handles: U32, indexes: U32, token_ids: npt.NDArray[np.int32]) -> None:
         """Parallel arrays; consecutive for each handle."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import numpy as np
 
 from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
@@ -82,6 +83,8 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self.room: int | None = None
         # The next message with tokens is none that a gateway can read.
         self.malformed = False
+        # What requests for embeddings get.
+        self.embed: Callable[[session_pb2.Submit], Sequence[float]] = lambda submit: ()
         # Every choice ends with this error instead of by length.
         self.ends_with: KvernError | None = None
         self.model_loaded = asyncio.Event()
@@ -285,6 +288,9 @@ class _Session:
         output, params = request.outputs[choice], request.submit.params
         finished = session_pb2.Finished(handle=handle, num_output_tokens=len(output), num_cached_tokens=16)
         finished.reason = sampling_pb2.FINISH_REASON_LENGTH
+        if request.submit.pooling:
+            finished.reason = sampling_pb2.FINISH_REASON_STOP
+            finished.embedding = np.array(self.scheduler.embed(request.submit), "<f4").tobytes()
         if self.scheduler.ends_with is not None:
             finished.reason = sampling_pb2.FINISH_REASON_ERROR
             finished.error.CopyFrom(self.scheduler.ends_with.to_pb())

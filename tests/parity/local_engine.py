@@ -46,7 +46,13 @@ class LocalEngine:
         executor.reset()
 
     def submit(
-        self, prompt: list[int], max_tokens: int, seed: int = 0, n: int = 1, temperature: float = 0.0
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        seed: int = 0,
+        n: int = 1,
+        temperature: float = 0.0,
+        pooling: bool = False,
     ) -> Request:
         """Everything that a gateway resolves is resolved here; end tokens are ignored."""
         params = sampling_pb2.SamplingParams(
@@ -70,6 +76,7 @@ class LocalEngine:
             np.array(prompt, np.int32),
             params,
             n=n,
+            pooling=pooling,
             hashes=hash_prompt(prompt, self.group.block_size),
         )
         return self.cell.submit(submission, 0.0)[0]

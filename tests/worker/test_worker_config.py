@@ -121,7 +121,7 @@ def test_windows(architecture: str, extra: dict[str, Any], windows: tuple[int, .
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        ({"architectures": ["BertModel"]}, "architectures", "Qwen3ForCausalLM"),
+        ({"architectures": ["T5EncoderModel"]}, "architectures", "Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures", "LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "quark"}}, "quantization_config.quant_method", "quark"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantization_config.bits", "4, 8"),

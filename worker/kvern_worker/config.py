@@ -79,6 +79,8 @@ class ModelConfig:
     max_positions: int
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    # Every token sees every other: an encoder, whose cache is needed no longer than a step.
+    bidirectional: bool = False
     # Of the checkpoint: "float32", "bfloat16" or "float16".
     dtype: str = "bfloat16"
     # How the checkpoint's matrices are quantized, where it is a folder and they are.

@@ -18,6 +18,7 @@ from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.logprobs import token_logprobs
 from kvern_worker.models.registry import Model
+from kvern_worker.pooling import PoolingConfig, pool
 from kvern_worker.sampling import sample
 from kvern_worker.sampling_state import SamplingState
 
@@ -40,8 +41,16 @@ class ModelExecutor:
     inline = False
 
     def __init__(
-        self, model: Model, cache: KvCache, info: model_pb2.ModelInfo, limits: Limits, threads: int
+        self,
+        model: Model,
+        cache: KvCache,
+        info: model_pb2.ModelInfo,
+        limits: Limits,
+        threads: int,
+        pooling: PoolingConfig | None = None,
     ) -> None:
+        """``pooling``: sequences end with an embedding instead of tokens."""
+        self._pooling = pooling
         self._model = model
         self._cache = cache
         self._info = info
@@ -89,6 +98,12 @@ class ModelExecutor:
         step = self._batch.prepare(rows)
         prepared = time.perf_counter()
         states = self._model.forward(step)
+        if self._pooling is not None:
+            self._pool(self._pooling, rows, states, result)
+            self._batch.advance(rows)
+            result.prepare_us = int((prepared - started) * 1e6)
+            result.forward_us = int((time.perf_counter() - prepared) * 1e6)
+            return result
         last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
         logits = self._model.logits(states, last).numpy() if len(last) else None
         forwarded = time.perf_counter()
@@ -202,6 +217,21 @@ class ModelExecutor:
         self._sampling.record(slots, token_ids)
         result.slots = pack_u32(slots)
         result.token_ids = pack_i32(token_ids)
+
+    def _pool(self, pooling: PoolingConfig, rows: Rows, states: Any, result: worker_pb2.StepResult) -> None:
+        """Reports the embeddings of the sequences that this step completes."""
+        if self._info.pooling.bidirectional and (rows.starts.any() or not rows.samples.all()):
+            raise plan_error(
+                "prefill_lengths", "a prompt is cut into chunks, and this encoder needs it whole"
+            )
+        vectors = pool(pooling, self._model, states, rows.lengths, rows.samples)
+        slots = rows.slots[rows.samples]
+        fine = np.isfinite(vectors).all(axis=1)
+        for slot in slots[~fine].tolist():
+            self._fail(slot, _sampling_error(broken=True), result)
+        result.slots = pack_u32(slots[fine])
+        result.token_ids = pack_i32(np.zeros(np.count_nonzero(fine), np.int32))
+        result.embeddings = vectors[fine].astype("<f4").tobytes()
 
     def _prompt_logprobs(
         self, rows: Rows, states: Any, result: worker_pb2.StepResult

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -18,10 +18,12 @@ import torch
 from kvern.errors import invalid
 from kvern.v1 import model_pb2
 from kvern_kernels import kv_cache
+from kvern_worker.config import unsupported
 from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
+from kvern_worker.pooling import PoolingConfig, choose_pooling
 from kvern_worker.quantization import Asked
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_hybrid, size_kv
 from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
@@ -68,6 +70,8 @@ class LoadOptions:
     awq_bits: int | None = None
     safetensors_load_strategy: str = "auto"
     trust_remote_code: bool = False
+    runner: str = "auto"
+    pooler_config: str | None = None
 
 
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
@@ -81,6 +85,11 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             trust_remote_code=options.trust_remote_code,
             asked=Asked(options.quantization, options.gptq_bits, options.gptq_group_size, options.awq_bits),
         )
+        bidirectional = checkpoint.config.bidirectional
+        pooling = choose_pooling(checkpoint.path, bidirectional, options.runner, options.pooler_config)
+        if pooling and pooling.max_length and options.max_model_len is None:
+            longest = min(checkpoint.config.max_positions, pooling.max_length)
+            checkpoint = replace(checkpoint, config=replace(checkpoint.config, max_positions=longest))
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
         progress.start(checkpoint.source.total_bytes)
     config, dtype = checkpoint.config, DTYPES[dtype_name]
@@ -125,7 +134,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
     with _phase("warmup"):
-        _warm_up(model)
+        _warm_up(model, pooling)
     info = model_pb2.ModelInfo(
         name=options.served_model_name or Path(options.model).stem,
         architecture=config.architecture,
@@ -134,13 +143,16 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         max_model_len=size.max_model_len,
         eos_token_ids=config.eos_token_ids,
         num_parameters=loader.num_parameters,
-        digest=hashlib.sha256(checkpoint.digest + f"{dtype_name} {kv_dtype_name}".encode()).digest(),
+        digest=hashlib.sha256(
+            checkpoint.digest + f"{dtype_name} {kv_dtype_name} {pooling}".encode()
+        ).digest(),
         kv_cache_dtype=kv_dtype_name,
         state_block_size=size.state_block_size,
+        pooling=pooling.to_pb(config.hidden_size, bidirectional) if pooling else None,
     )
     max_num_seqs = size.state_slots or options.max_num_seqs
     limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
-    return ModelExecutor(model, cache, info, limits, threads)
+    return ModelExecutor(model, cache, info, limits, threads, pooling)
 
 
 def _validate(options: LoadOptions) -> None:
@@ -207,6 +219,10 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
             limit=available,
         )
     pool = kv_bytes(options.kv_cache_memory_bytes, options.gpu_memory_utilization, available, weights)
+    if config.bidirectional and options.kv_cache_memory_bytes is None:
+        # Two steps in flight, and as much again that waits to be released.
+        steps = 4 * (-(-options.max_num_batched_tokens // options.block_size) + options.max_num_seqs)
+        pool = min(pool, per_block * max(steps, -(-config.max_positions // options.block_size)))
     if weights + pool > available:
         log.warning(
             "phase=memory weights=%d kv_cache=%d free=%d reason=%r",
@@ -253,9 +269,15 @@ def weight_parts(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def _warm_up(model: registry.Model) -> None:
+def _warm_up(model: registry.Model, pooling: PoolingConfig | None) -> None:
     """Loads and tunes what the first request would else wait for."""
-    model.logits(model.forward(warm_up_step()), slice(0, 1))
+    states = model.forward(warm_up_step())
+    if pooling is None:
+        model.logits(states, slice(0, 1))
+        return
+    if not isinstance(model, registry.Embedder):
+        raise unsupported("this model cannot give embeddings", field="runner", value="pooling")
+    model.hidden(states, slice(0, 1))
 
 
 @contextmanager

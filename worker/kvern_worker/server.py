@@ -45,6 +45,18 @@ def build_parser() -> argparse.ArgumentParser:
         default=False,
         help="run modelling code that lies in the model's folder, where its architecture is no known one",
     )
+    add(
+        "--runner",
+        default="auto",
+        choices=("auto", "generate", "pooling"),
+        help="pooling: give embeddings; auto: that, of encoders and where the model's folder has a modules.json",
+    )
+    add(
+        "--pooler-config",
+        metavar="JSON",
+        help='how embeddings are made, instead of what the model\'s files say: {"pooling_type": "MEAN", "CLS" or '
+        '"LAST", "normalize": true}',
+    )
     add("--dtype", default="auto", choices=("auto", "float32", "float", "bfloat16", "float16", "half"))
     add(
         "--kv-cache-dtype",
@@ -189,6 +201,8 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         awq_bits=args.awq_bits,
         safetensors_load_strategy=args.safetensors_load_strategy,
         trust_remote_code=args.trust_remote_code,
+        runner=args.runner,
+        pooler_config=args.pooler_config,
     )
     return load(options, progress)
 

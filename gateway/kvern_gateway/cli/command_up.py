@@ -124,6 +124,13 @@ def up(
     gptq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
     gptq_group_size: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
     awq_bits: Annotated[int | None, typer.Option(help="Checked against the checkpoint")] = None,
+    runner: Annotated[
+        str | None,
+        typer.Option(help="auto, generate, or pooling (embeddings by the last token of a decoder)"),
+    ] = None,
+    pooler_config: Annotated[
+        str | None, typer.Option(help='{"pooling_type": "MEAN", "CLS" or "LAST", "normalize": true or false}')
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,

@@ -51,6 +51,8 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "gptq_bits",
         "gptq_group_size",
         "awq_bits",
+        "runner",
+        "pooler_config",
         "device",
         "sim_step_us",
         "sim_num_blocks",

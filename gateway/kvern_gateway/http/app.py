@@ -18,6 +18,7 @@ from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http.chat import parse_chat, render_messages
 from kvern_gateway.http.completions import parse_completion
+from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
 from kvern_gateway.http.wire import (
     Receive,
@@ -48,6 +49,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", GenerateRoute(gateway, parse_chat), methods=post),
         Route("/v1/completions", GenerateRoute(gateway, parse_completion), methods=post),
+        Route("/v1/embeddings", EmbeddingsRoute(gateway), methods=post),
         Route("/tokenize", cold(_tokenize), methods=post),
         Route("/detokenize", cold(_detokenize), methods=post),
         Route("/v1/models", cold(_models, body=False), methods=get),

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from kvern.errors import KvernError
 from kvern_gateway.gateway import Gateway, admit
 from kvern_gateway.generation import ORPHAN_GRACE_S, Generation, unavailable
 from kvern_gateway.http.parse import Job
-from kvern_gateway.http.protocol import SCOPE_KEY, Connection
+from kvern_gateway.http.protocol import Connection
 from kvern_gateway.http.results import Collector
+from kvern_gateway.http.route import BoundRoute
 from kvern_gateway.http.streaming import EventStream
 from kvern_gateway.http.wire import (
     Receive,
@@ -23,10 +23,8 @@ from kvern_gateway.http.wire import (
     echo_headers,
     parse_object,
     read_body,
-    send_error,
     send_json,
 )
-from kvern_gateway.keys import current
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.room import overloaded
 from kvern_gateway.traces import traced
@@ -38,40 +36,12 @@ Parser = Callable[[Gateway, Scope, bytes, dict[str, Any]], Awaitable[Job]]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class GenerateRoute:
-    """An ASGI app for one path. A lost connection cancels at once."""
+class GenerateRoute(BoundRoute):
+    """One of the two generation routes."""
 
     def __init__(self, gateway: Gateway, parse: Parser) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._parse = parse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway = self._gateway
-        connection: Connection = scope[SCOPE_KEY]
-        task = asyncio.current_task()
-        assert task is not None
-        lost = False
-
-        def on_lost() -> None:
-            nonlocal lost
-            lost = True
-            task.cancel()
-
-        connection.on_lost = on_lost
-        gateway.metrics.running += 1
-        try:
-            with current().asking():
-                await self._answer(scope, receive, send, connection)
-        except KvernError as error:
-            connection.on_lost = None
-            gateway.metrics.count_refusal(error)
-            await send_error(scope, receive, send, error)
-        except (ConnectionError, asyncio.CancelledError):
-            if not lost:
-                raise
-        finally:
-            gateway.metrics.running -= 1
-            connection.on_lost = connection.on_writable = None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: Connection) -> None:
         gateway = self._gateway

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvern_gateway.keys import current
 from kvern_gateway.output import TextOptions
 from kvern_gateway.validation import (
     Fields,
+    check_generates,
     check_model,
     check_prompt_length,
     check_request_id,
@@ -86,9 +87,18 @@ class ParsedPrompt:
     text: str | None
 
 
+def log_unknown(names: Iterable[str]) -> None:
+    """One line for each name that was never seen."""
+    for name in names:
+        if name not in _logged_unknown and len(_logged_unknown) < _MAX_LOGGED_UNKNOWN:
+            _logged_unknown.add(name)
+            log.warning("unknown request field ignored: %s", render(name))
+
+
 def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
     """Refuses what can't be honoured, whatever its value type."""
     check_model(values.get("model"), gateway.names())
+    check_generates(gateway.facts())
     known = COMMON | (CHAT if chat else {"prompt"})
     for name, value in values.items():
         if name in known or name in IGNORED:
@@ -96,9 +106,8 @@ def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
         if name in REFUSED:
             if value is not None and value is not False and value != [] and value != "":
                 raise unimplemented(name)
-        elif name not in _logged_unknown and len(_logged_unknown) < _MAX_LOGGED_UNKNOWN:
-            _logged_unknown.add(name)
-            log.warning("unknown request field ignored: %s", render(name))
+        else:
+            log_unknown([name])
     fields = Fields(values)
     best_of = fields.get("best_of")
     if best_of is not None and best_of != (1 if fields.get("n") is None else fields.get("n")):

@@ -41,6 +41,8 @@ IMPLIED = {
 """Accepted without effect: why."""
 
 UNBUILT = {
+    "--allowed-local-media-path": ("", "images are"),
+    "--allowed-media-domains": ("", "images are"),
     "--all2all-backend": ("", "expert parallelism is"),
     "--cpu-offload-gb": ("0", "weight offload is"),
     "--data-parallel-size": (

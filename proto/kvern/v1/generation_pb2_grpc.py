@@ -66,6 +66,11 @@ class GenerationServiceStub:
                 request_serializer=kvern_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvern.v1.GenerationService/Embed',
+                request_serializer=kvern_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -111,6 +116,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=kvern_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kvern_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class GenerationService:
             '/kvern.v1.GenerationService/ListModels',
             kvern_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
             kvern_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.GenerationService/Embed',
+            kvern_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            kvern_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class GenerationServiceStub:
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
+    Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
+    """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -61,6 +63,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
+    Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
+    """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """The public service. A refusal is a gRPC status with a kvern.v1.Error in the trailer `kvern-error-bin`;
@@ -111,5 +115,13 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ListModelsResponse, _abc.Awaitable[_generation_pb2.ListModelsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _generation_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
+        """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,31 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PoolingKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_KIND_UNSPECIFIED: _PoolingKind.ValueType  # 0
+    POOLING_KIND_MEAN: _PoolingKind.ValueType  # 1
+    """The mean over all tokens."""
+    POOLING_KIND_CLS: _PoolingKind.ValueType  # 2
+    """The first token."""
+    POOLING_KIND_LAST: _PoolingKind.ValueType  # 3
+    """The last token."""
+
+class PoolingKind(_PoolingKind, metaclass=_PoolingKindEnumTypeWrapper): ...
+
+POOLING_KIND_UNSPECIFIED: PoolingKind.ValueType  # 0
+POOLING_KIND_MEAN: PoolingKind.ValueType  # 1
+"""The mean over all tokens."""
+POOLING_KIND_CLS: PoolingKind.ValueType  # 2
+"""The first token."""
+POOLING_KIND_LAST: PoolingKind.ValueType  # 3
+"""The last token."""
+Global___PoolingKind: _TypeAlias = PoolingKind  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
@@ -34,6 +60,7 @@ class ModelInfo(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     STATE_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests use (`--served-model-name`)."""
     architecture: _builtins.str
@@ -56,6 +83,10 @@ class ModelInfo(_message.Message):
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """Set where the model gives embeddings instead of tokens."""
+
     def __init__(
         self,
         *,
@@ -69,11 +100,55 @@ class ModelInfo(_message.Message):
         digest: _builtins.bytes = ...,
         kv_cache_dtype: _builtins.str = ...,
         state_block_size: _builtins.int = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """How the final hidden states of a sequence become one vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    NORMALIZED_FIELD_NUMBER: _builtins.int
+    TRUNCATABLE_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    BIDIRECTIONAL_FIELD_NUMBER: _builtins.int
+    kind: Global___PoolingKind.ValueType
+    size: _builtins.int
+    """Components of the vector."""
+    normalized: _builtins.bool
+    """Vectors have length 1."""
+    truncatable: _builtins.bool
+    """Their first components are embeddings, too (matryoshka, arXiv 2205.13147): of these sizes, or of any where the
+    list is empty.
+    """
+    bidirectional: _builtins.bool
+    """Every token sees every other: a prompt is computed within one step."""
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___PoolingKind.ValueType = ...,
+        size: _builtins.int = ...,
+        normalized: _builtins.bool = ...,
+        truncatable: _builtins.bool = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        bidirectional: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bidirectional", b"bidirectional", "kind", b"kind", "normalized", b"normalized", "size", b"size", "sizes", b"sizes", "truncatable", b"truncatable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015

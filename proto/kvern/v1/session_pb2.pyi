@@ -98,6 +98,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     ASKED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Session-local, chosen by the gateway, not in use. A request with n choices takes the n consecutive
     handles that start here; choice i speaks under handle + i.
@@ -135,6 +136,8 @@ class Submit(_message.Message):
     """When the client asked, by its gateway's clock, Unix milliseconds. Of several calls for one request the one that
     asked last has it, in whatever order they arrive; an earlier one is refused with UNAVAILABLE. 0: as it arrives.
     """
+    pooling: _builtins.bool
+    """Asks for the embedding of the prompt instead of tokens: n is 1, params.max_tokens 0."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
     def __init__(
@@ -157,10 +160,11 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         resumes: _builtins.bool = ...,
         asked_unix_ms: _builtins.int = ...,
+        pooling: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,6 +445,7 @@ class Finished(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _sampling_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
@@ -453,6 +458,8 @@ class Finished(_message.Message):
     queue_seconds: _builtins.float
     """Seconds in queue, and from first schedule to first token."""
     prefill_seconds: _builtins.float
+    embedding: _builtins.bytes
+    """Of a request that asked for it: float32, little endian, whole and before normalization."""
     @_builtins.property
     def error(self) -> _error_pb2.Error: ...
     def __init__(
@@ -467,10 +474,11 @@ class Finished(_message.Message):
         num_preemptions: _builtins.int = ...,
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "embedding", b"embedding", "error", b"error", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

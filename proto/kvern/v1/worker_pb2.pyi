@@ -321,6 +321,7 @@ class StepResult(_message.Message):
     PREPARE_US_FIELD_NUMBER: _builtins.int
     FORWARD_US_FIELD_NUMBER: _builtins.int
     SAMPLE_US_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     slots: _builtins.bytes
@@ -333,6 +334,10 @@ class StepResult(_message.Message):
     prepare_us: _builtins.int
     forward_us: _builtins.int
     sample_us: _builtins.int
+    embeddings: _builtins.bytes
+    """Where the model pools: one vector for each of `slots`, float32 little endian, ModelInfo.pooling.size components
+    each, before normalization. `token_ids` are zeros then, and belong to no sequence.
+    """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
         """For slots that asked."""
@@ -354,10 +359,11 @@ class StepResult(_message.Message):
         prepare_us: _builtins.int = ...,
         forward_us: _builtins.int = ...,
         sample_us: _builtins.int = ...,
+        embeddings: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

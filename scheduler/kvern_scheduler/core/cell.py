@@ -13,7 +13,7 @@ from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.group import Group, Limits, finish_sequence
 from kvern_scheduler.core.requests import Request, Sequence, State, Submission
-from kvern_scheduler.core.validate import check_capacity, check_submission
+from kvern_scheduler.core.validate import check_capacity, check_submission, check_whole
 
 MAX_LOSSES = 5
 
@@ -37,6 +37,8 @@ class Cell:
         self._next_group = 0
         # Size of the largest pool so far, and since when there is none.
         self._known_capacity_tokens = 0
+        # Tokens that a step of every group so far can compute.
+        self._max_step_tokens = limits.max_num_batched_tokens
         self._groupless_since: float | None = None
 
     # -- worker groups ------------------------------------------------------------------------------------------
@@ -65,6 +67,7 @@ class Cell:
                 f"{self.model.name} ({_kind(self.model)}, {self.block_size}): give all workers the same model and flags",
             )
         tokens = min(self.limits.max_num_batched_tokens, max_tokens)
+        self._max_step_tokens = min(self._max_step_tokens, tokens)
         limits = replace(
             self.limits,
             max_num_batched_tokens=tokens,
@@ -172,6 +175,7 @@ class Cell:
                 error_pb2.ERROR_CODE_UNAVAILABLE, "no worker is ready; try again shortly", retry_after_ms=500
             )
         check_submission(submission, self.model, self.block_size)
+        check_whole(submission, self.model, self._max_step_tokens)
         check_capacity(submission, self.kv_capacity_tokens)
         self._check_queues(submission)
         request = Request(self._next_rid, submission, now)

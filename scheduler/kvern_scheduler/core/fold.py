@@ -43,9 +43,20 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         _take_logprobs(group, plan, result, alive)
     if plan.prefill_slots:
         _note_first_tokens(group, plan, alive, now)
-    ended, stopped = _append(group, sampled, tokens)
+    pooled = group.model.HasField("pooling")
+    if pooled:
+        embeddings = _embeddings(group, result)
+    else:
+        ended, stopped = _append(group, sampled, tokens)
     if plan.prefill_slots:
         _complete_prefilled(group, plan, alive)
+    if pooled:
+        for slot in sampled.slots.tolist():
+            sequence = batch.sequences[slot]
+            assert sequence is not None
+            reason = sampling_pb2.FINISH_REASON_STOP
+            group.finish(sequence, reason, now, embedding=embeddings[slot])
+        ended = []
     if plan.filled_slots.size:
         _complete_decoded(group, plan, alive)
     if group.states is not None and plan.saves.slots:
@@ -98,6 +109,16 @@ def _sampled(
         keep = alive[sampled.slots]
         return sampled.only(keep), tokens[keep]
     return sampled, tokens
+
+
+def _embeddings(group: Group, result: Result) -> dict[int, bytes]:
+    """By slot. Raises ProtocolError where they are not one vector for each."""
+    slots, size = np.frombuffer(result.slots, np.uint32).tolist(), 4 * group.model.pooling.size
+    if len(result.embeddings) != size * len(slots):
+        raise ProtocolError(
+            f"step {result.step}: {len(result.embeddings)} bytes of embeddings for {len(slots)} sequences"
+        )
+    return {slot: result.embeddings[size * at : size * (at + 1)] for at, slot in enumerate(slots)}
 
 
 def _append(group: Group, sampled: Cohort, tokens: npt.NDArray[np.int32]) -> tuple[list[int], Mask]:

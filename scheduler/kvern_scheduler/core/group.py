@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,6 +57,14 @@ class Group:
     ) -> None:
         self.index = index
         self.model = model
+        # Tokens that see each other are computed together, and no others have the same keys and values.
+        self.whole_prompts = model.pooling.bidirectional
+        if self.whole_prompts:
+            limits = replace(
+                limits,
+                long_prefill_token_threshold=limits.max_num_batched_tokens,
+                enable_prefix_caching=False,
+            )
         self.limits = limits
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, block_size)
@@ -158,6 +166,7 @@ class Group:
         *,
         stop_token_id: int | None = None,
         error: KvernError | None = None,
+        embedding: bytes = b"",
     ) -> None:
         """Ends a waiting or running sequence and says so in the changes."""
         if sequence.state is State.FINISHED:
@@ -166,7 +175,9 @@ class Group:
             self.vacate(sequence.slot)
         elif sequence not in sequence.request.waiting_siblings:
             self.queue.forget(sequence)
-        finish_sequence(sequence, reason, now, self.changes, stop_token_id=stop_token_id, error=error)
+        finish_sequence(
+            sequence, reason, now, self.changes, stop_token_id=stop_token_id, error=error, embedding=embedding
+        )
         if sequence.choice == 0:
             self.release_siblings(sequence)
 
@@ -221,6 +232,7 @@ def finish_sequence(
     *,
     stop_token_id: int | None = None,
     error: KvernError | None = None,
+    embedding: bytes = b"",
 ) -> None:
     """Marks the end of a sequence that holds neither slot nor place in a queue."""
     arrived = sequence.request.arrived
@@ -231,6 +243,7 @@ def finish_sequence(
         len(sequence.output),
         stop_token_id,
         error,
+        embedding,
         num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
         queue_seconds=max(0.0, scheduled - arrived),

@@ -87,3 +87,5 @@ class Result:
     tokens: npt.NDArray[np.int32]
     errors: list[worker_pb2.SlotError] = field(default_factory=list)
     logprobs: list[worker_pb2.SlotLogprobs] = field(default_factory=list)
+    embeddings: bytes = b""
+    """float32, one vector after another, where the model pools."""

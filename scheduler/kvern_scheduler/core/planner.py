@@ -91,7 +91,7 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         give(slot)
     while budget > 0 and batch.free_slots:
         sequence = group.queue.peek(allow_long=len(long) < group.limits.max_long_prefills)
-        if sequence is None:
+        if sequence is None or (group.whole_prompts and sequence.num_tokens > budget):
             break
         entry = _admit(group, sequence, now)
         if entry is None:

@@ -51,6 +51,8 @@ class Submission:
     model: str = ""
     gateway_context: bytes = b""
     traceparent: str = ""
+    pooling: bool = False
+    """Asks for an embedding; ``params.max_tokens`` is 0."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Finish:
     num_output_tokens: int
     stop_token_id: int | None = None
     error: KvernError | None = None
+    embedding: bytes = b""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_seconds: float = 0.0
@@ -138,7 +141,8 @@ class Sequence:
         self.group: object = None
         self.output = array("i")
         self.hashes = list(request.submission.hashes)
-        self.max_len = request.submission.prompt.size + params.max_tokens
+        # An embedding stands where the first token would.
+        self.max_len = request.submission.prompt.size + max(1, params.max_tokens)
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         # Workers lost while computing this sequence, since it last got a token.

@@ -22,6 +22,14 @@ def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_s
             value=submission.model,
             limit=model.name,
         )
+    if submission.pooling != model.HasField("pooling"):
+        served, asked = ("embeddings", "generation") if not submission.pooling else ("tokens", "embeddings")
+        raise KvernError(
+            error_pb2.ERROR_CODE_UNIMPLEMENTED,
+            f"model {model.name} gives {served}; {asked} cannot be asked of it",
+            field="model",
+            value=model.name,
+        )
     if not submission.request_id or len(submission.request_id) > MAX_ID_LENGTH:
         raise invalid(
             "request_id",
@@ -40,11 +48,15 @@ def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_s
             value=wrong,
             limit=model.vocab_size - 1,
         )
+    if submission.pooling and submission.n != 1:
+        raise invalid("n", f"n is {submission.n}; an embedding is one", value=submission.n, limit=1)
     if not 1 <= submission.n <= MAX_CHOICES:
         raise invalid("n", f"n is {submission.n}; 1 to {MAX_CHOICES}", value=submission.n, limit=MAX_CHOICES)
     if not params.HasField("max_tokens"):
         params.max_tokens = max(1, model.max_model_len - prompt.size)
-    if params.max_tokens < 1:
+    if submission.pooling:
+        params.max_tokens = 0
+    elif params.max_tokens < 1:
         raise invalid("max_tokens", "max_tokens is 0; at least 1", value=0, limit=1)
     if params.min_tokens > params.max_tokens:
         raise invalid(
@@ -104,4 +116,17 @@ def check_capacity(submission: Submission, capacity: int) -> None:
             field="max_tokens",
             value=needed,
             limit=capacity,
+        )
+
+
+def check_whole(submission: Submission, model: model_pb2.ModelInfo, max_step_tokens: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED where a prompt that cannot be cut into chunks exceeds a step."""
+    if model.pooling.bidirectional and submission.prompt.size > max_step_tokens:
+        raise KvernError(
+            error_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
+            f"the input has {submission.prompt.size} tokens, and an encoder computes them in one step of at most "
+            f"{max_step_tokens}; shorten it, or raise --max-num-batched-tokens",
+            field="input",
+            value=submission.prompt.size,
+            limit=max_step_tokens,
         )

@@ -77,6 +77,9 @@ class Decoder:
             hidden = block(hidden, step)
         return hidden
 
+    def hidden(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        return self.norm(states[rows]).float()
+
     def logits(self, states: Tensor, rows: Tensor | slice) -> Tensor:
         logits = kernels.linear(self.norm(states[rows]), self.head, torch.float32)
         if self.logit_scale != 1.0:

@@ -98,9 +98,15 @@ class LlamaModel:
 
     def logits(self, states: tuple[Tensor, Tensor], rows: Tensor | slice) -> Tensor:
         """Logits [rows, vocab_size] float32 of those rows of :meth:`forward`'s result."""
+        return kernels.linear(self._normed(states, rows), self._head, torch.float32)
+
+    def hidden(self, states: tuple[Tensor, Tensor], rows: Tensor | slice) -> Tensor:
+        """Final hidden states [rows, hidden_size] float32 of those rows."""
+        return self._normed(states, rows).float()
+
+    def _normed(self, states: tuple[Tensor, Tensor], rows: Tensor | slice) -> Tensor:
         hidden, residual = states
-        normed, _ = kernels.add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
-        return kernels.linear(normed, self._head, torch.float32)
+        return kernels.add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)[0]
 
 
 def _load_layer(config: DecoderConfig, index: int, loader: WeightLoader, cache: KvCache) -> DecoderLayer:

@@ -17,7 +17,7 @@ import json
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvern.errors import invalid
 from kvern_worker.config import HfConfig, ModelConfig, token_ids, unsupported
@@ -60,6 +60,9 @@ ARCHITECTURES = {
     "Llama4ForCausalLM": "llama4",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GPT2LMHeadModel": "gpt2",
+    "BertModel": "bert",
+    "RobertaModel": "bert",
+    "XLMRobertaModel": "bert",
 }
 
 # Models that see images, of which the text part is served.
@@ -78,6 +81,14 @@ class Model(Protocol):
 
     def logits(self, states: Any, rows: Tensor | slice) -> Tensor:
         """Logits [rows, vocab_size] float32 of those tokens of the step."""
+
+
+@runtime_checkable
+class Embedder(Protocol):
+    """A model that can give embeddings, too."""
+
+    def hidden(self, states: Any, rows: Tensor | slice) -> Tensor:
+        """Final hidden states [rows, hidden_size] float32 of those tokens of the step."""
 
 
 class ModelFile(Protocol):

@@ -98,6 +98,24 @@ def text_part(source: TensorSource) -> TensorSource:
     return TextPart(source) if any(name.startswith(TextPart.PREFIX) for name in source.infos) else source
 
 
+class Rooted(TensorSource):
+    """The tensors of ``bare``, a decoder that was saved without its head, under the names that it has with one."""
+
+    PREFIX = "model."
+
+    def __init__(self, bare: TensorSource) -> None:
+        self._bare = bare
+        self.infos = {self.PREFIX + name: info for name, info in bare.infos.items()}
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self._bare.read_into(name.removeprefix(self.PREFIX), out)
+
+
+def rooted(source: TensorSource) -> TensorSource:
+    """``source``, with the prefix that its names lack where it does."""
+    return Rooted(source) if "embed_tokens.weight" in source.infos else source
+
+
 def broken_file(file: Path, error: Exception) -> KvernError:
     """A file that its own format's reader rejects."""
     return invalid(

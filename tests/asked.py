@@ -177,9 +177,9 @@ ROWS: dict[str, list[Row]] = {
     "LoRA, embeddings and multimodal": [
         Row(
             "`--enable-lora`, `--lora-modules`",
-            "the kernels' meaning",
-            ("kernels/test_lora_reference.py",),
-            f"adapters; {REFUSED}",
+            "the worker's part: PEFT files, slots, kernels for a mixed batch",
+            ("kernels/test_lora_kernel.py", "worker/test_worker_adapters.py"),
+            f"scheduler and gateway; {REFUSED}",
         ),
         Row(
             "`--runner pooling`, `--pooler-config`, `/v1/embeddings`, BERT encoders",

@@ -123,6 +123,35 @@ struct Gate {
   int threads;
 };
 
+// LoRA: row t takes adapter adapters[t], none where that is not one of `count`.
+struct LoraShrink {
+  const void* x;  // [tokens, k]
+  int64_t x_row;
+  Type x_type;
+  const void* a;  // [count, outputs, k] contiguous
+  Type a_type;
+  const int32_t* adapters;
+  int64_t count;
+  float* out;  // [tokens, outputs]: a slice's ranks, then the next slice's
+  int64_t tokens, outputs, k;
+  int threads;
+};
+
+struct LoraExpand {
+  const float* hidden;  // [tokens, slices, rank]
+  const void* b;        // [count, rank, n] contiguous
+  Type b_type;
+  const float* scales;  // [count]; 0: the adapter adds nothing
+  const int32_t* adapters;
+  int64_t count;
+  void* out;  // [tokens, n], added to
+  int64_t out_row;
+  Type out_type;
+  const int64_t* widths;  // [slices], outputs of each
+  int64_t tokens, slices, rank, n;
+  int threads;
+};
+
 struct Ops {
   const char* name;
   void (*linear)(const Linear&);
@@ -131,6 +160,8 @@ struct Ops {
   void (*rope_and_store)(const Rope&);
   void (*norm)(const Norm&);
   void (*gate)(const Gate&);
+  void (*lora_shrink)(const LoraShrink&);
+  void (*lora_expand)(const LoraExpand&);
 };
 
 constexpr int OK = 0, OUT_OF_RANGE = 1;

@@ -137,7 +137,7 @@ def compile_library(target: Path, flags: Sequence[str] = (), only: Collection[st
         have = [f"-DHAVE_{isa}" for isa in built]
         linked = work / "kernels.so"
         objects = [str(work / f"{isa}.o") for isa in built]
-        shared = ("kernels", "decoder", "moe", "states", "pool", "measure")
+        shared = ("kernels", "decoder", "moe", "lora", "states", "pool", "measure")
         common = [str(SOURCES / f"{name}.cpp") for name in shared]
         link = [compiler, *common_flags, *have, "-shared", "-o", str(linked), *common, *objects]
         done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)

@@ -19,6 +19,9 @@ from kvern_kernels.cpu_linear import PackedLinear as PackedLinear
 from kvern_kernels.cpu_linear import dequantize as dequantize
 from kvern_kernels.cpu_linear import linear as linear
 from kvern_kernels.cpu_linear import pack_linear as pack_linear
+from kvern_kernels.cpu_lora import lora_expand as lora_expand
+from kvern_kernels.cpu_lora import lora_plan as lora_plan
+from kvern_kernels.cpu_lora import lora_shrink as lora_shrink
 from kvern_kernels.cpu_moe import fused_moe as fused_moe
 from kvern_kernels.cpu_moe import moe_route as moe_route
 from kvern_kernels.cpu_moe import pack_experts as pack_experts

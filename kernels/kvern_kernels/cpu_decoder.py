@@ -86,6 +86,12 @@ def _struct(layer: DecoderLayer) -> _Layer:
     )
 
 
+def _changed(decoder: Decoder) -> bool:
+    """Whether something is to be added to the outputs of linear layers in this step, which goes op by op."""
+    delta = decoder.layers[0].qkv.delta
+    return delta is not None and bool(delta.active)
+
+
 def run_decoder(
     decoder: Decoder,
     hidden: Tensor,
@@ -96,7 +102,7 @@ def run_decoder(
     seq_lens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See reference.run_decoder. Raises ValueError on an index out of range."""
-    if decoder.structs is None or hidden.dtype not in TYPES:
+    if decoder.structs is None or hidden.dtype not in TYPES or _changed(decoder):
         step = (positions, slot_mapping, block_tables, query_start, seq_lens)
         from kvern_kernels import cpu  # which has this module's ops too
 

@@ -28,6 +28,7 @@ class PackedLinear:
     address: int
     bias_address: int | None
     kept: tuple[Any, ...] = ()  # what the address leads to besides `panels`
+    delta: Any = None  # see reference.PackedLinear
 
     @property
     def num_bytes(self) -> int:
@@ -119,4 +120,6 @@ def linear(
             *(threads(), x.data_ptr(), x.stride(0), x_type, packed.address, packed.type),
             *(packed.bias_address, out.data_ptr(), y_type, m, n, k),
         )
+    if packed.delta is not None:
+        packed.delta.add(x, out)
     return out

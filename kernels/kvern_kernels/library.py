@@ -65,6 +65,14 @@ SIGNATURES: dict[str, list[type]] = {
         *[c_int64, c_int64, c_int64, c_int64, c_void_p],
         *[c_int64, c_void_p, c_void_p, c_void_p, c_void_p],
     ],
+    "kvern_lora_shrink": [
+        *[c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64, c_void_p],
+        *[c_int64] * 3,
+    ],
+    "kvern_lora_expand": [
+        *[c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p],
+        *[c_int64] * 4,
+    ],
     "kvern_read": [c_int, c_void_p, c_int64],
     "kvern_use_variant": [c_int],
     "kvern_variant_name": [c_int],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +32,14 @@ DEVICES = ("cpu", "cuda")
 class PackedLinear:
     """A linear layer as it came: `weight` [N, K], `bias` [N] or None.
 
-    `activations` says how x is quantized before the product (see reference_quant.requantized).
+    `activations` says how x is quantized before the product (see reference_quant.requantized). `delta`: None, or what
+    changes the output: `delta.add(x, out)`, called by `linear`, which does nothing unless `delta.active`.
     """
 
     weight: Tensor
     bias: Tensor | None
     activations: str | None = None
+    delta: Any = None
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +73,10 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
     """x [T, K] → x·Wᵀ + b, [T, N], in `out_dtype`, x's own by default."""
     bias = None if packed.bias is None else packed.bias.float()
     wide = requantized(x, packed.activations)
-    return F.linear(wide, packed.weight.float(), bias).to(out_dtype or x.dtype)
+    out = F.linear(wide, packed.weight.float(), bias).to(out_dtype or x.dtype)
+    if packed.delta is not None:
+        packed.delta.add(x, out)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

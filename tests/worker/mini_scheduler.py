@@ -25,6 +25,8 @@ class Sequence:
     computed: int = 0
     # Preempt once when this many tokens are out; 0: never.
     preempt_at: int = 0
+    # 1 + the slot of its adapter.
+    adapter: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -75,6 +77,7 @@ class MiniScheduler:
                         token_ids=pack_i32(sequence.tokens),
                         num_prompt_tokens=len(sequence.prompt),
                         params=sequence.params,
+                        adapter_slot=sequence.adapter,
                     )
                 )
             self._fill(plan, running, chunk)

@@ -54,6 +54,8 @@ class PersistentBatch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.table_len = np.zeros(max_num_seqs, np.int64)
         self.active = np.zeros(max_num_seqs, np.bool_)
+        # The slot of the sequence's adapter, or -1.
+        self.adapter = np.full(max_num_seqs, -1, np.int32)
         # Broken by an earlier step: skipped until released.
         self.failed = np.zeros(max_num_seqs, np.bool_)
 
@@ -114,6 +116,7 @@ class PersistentBatch:
         self.num_prompt[slot] = new.num_prompt_tokens
         self.num_computed[slot] = new.num_computed_tokens
         self.table_len[slot] = len(blocks)
+        self.adapter[slot] = int(new.adapter_slot) - 1
         self.failed[slot] = False
 
     def append_blocks(self, plan: worker_pb2.StepPlan) -> None:

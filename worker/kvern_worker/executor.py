@@ -14,6 +14,7 @@ import torch
 from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_u32
 from kvern.v1 import error_pb2, model_pb2, worker_pb2
+from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.logprobs import token_logprobs
@@ -48,6 +49,7 @@ class ModelExecutor:
         limits: Limits,
         threads: int,
         pooling: PoolingConfig | None = None,
+        adapters: AdapterLibrary | None = None,
     ) -> None:
         """``pooling``: sequences end with an embedding instead of tokens."""
         self._pooling = pooling
@@ -56,6 +58,7 @@ class ModelExecutor:
         self._info = info
         self._limits = limits
         self._threads = threads
+        self._adapters = adapters
         self._computing_thread = 0
         self._batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
@@ -73,7 +76,17 @@ class ModelExecutor:
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             device="cpu",
             num_state_blocks=self._cache.num_checkpoints,
+            max_loras=0 if self._adapters is None else self._adapters.slots.num_slots,
         )
+
+    def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
+        """Beside the steps, from another thread than :meth:`run`'s."""
+        if self._adapters is None:
+            raise no_adapters()
+        adapter = self._adapters.load(
+            request.path, request.digest, request.slot - 1 if request.slot else None
+        )
+        return worker_pb2.PlaceAdapterResponse(digest=adapter.digest, rank=adapter.rank)
 
     def generations(self) -> npt.NDArray[np.uint32]:
         return np.concatenate((self._batch.generations, self._state_generations))
@@ -96,6 +109,8 @@ class ModelExecutor:
             self._save_states(plan)
             return result
         step = self._batch.prepare(rows)
+        if self._adapters is not None:
+            self._adapters.slots.begin(self._batch.adapter[rows.slots], rows.lengths)
         prepared = time.perf_counter()
         states = self._model.forward(step)
         if self._pooling is not None:
@@ -135,6 +150,8 @@ class ModelExecutor:
         for new in plan.new_sequences:
             if new.slot >= self._limits.max_num_seqs:
                 raise plan_error("new_sequences", f"slot {new.slot} is not below {self._limits.max_num_seqs}")
+            if new.adapter_slot > (0 if self._adapters is None else self._adapters.slots.num_slots):
+                raise plan_error("new_sequences", f"there is no adapter slot {new.adapter_slot}")
             try:
                 batch.add(new)
                 self._restore_state(new)
@@ -263,6 +280,10 @@ class ModelExecutor:
     def _fail(self, slot: int, error: KvernError, result: worker_pb2.StepResult) -> None:
         self._batch.failed[slot] = True
         result.errors.append(worker_pb2.SlotError(slot=slot, error=error.to_pb()))
+
+
+def no_adapters() -> KvernError:
+    return KvernError(error_pb2.ERROR_CODE_UNIMPLEMENTED, "this worker serves no adapters")
 
 
 def _sampling_error(broken: bool) -> KvernError:

@@ -18,6 +18,8 @@ import torch
 from kvern.errors import invalid
 from kvern.v1 import model_pb2
 from kvern_kernels import kv_cache
+from kvern_worker.adapters.library import AdapterLibrary
+from kvern_worker.adapters.slots import AdapterSlots
 from kvern_worker.config import unsupported
 from kvern_worker.executor import Limits, ModelExecutor
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
@@ -72,6 +74,10 @@ class LoadOptions:
     trust_remote_code: bool = False
     runner: str = "auto"
     pooler_config: str | None = None
+    # Of adapters; no flag sets them yet, since nothing asks a worker for one.
+    max_loras: int = 0
+    max_cpu_loras: int | None = None
+    max_lora_rank: int = 16
 
 
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
@@ -125,14 +131,19 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
+        adapters = _adapters(options, dtype)
+        slots = None if adapters is None else adapters.slots
         loader = WeightLoader(
             *(checkpoint.source, dtype, progress.add, threads, keep_quantized),
             quantization=config.quantization,
             online=checkpoint.online,
+            adapters=slots,
         )
         model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
+    if slots is not None and not slots.targets:
+        raise invalid("enable_lora", f"{config.architecture} has no linear layers that take adapters")
     with _phase("warmup"):
         _warm_up(model, pooling)
     info = model_pb2.ModelInfo(
@@ -152,7 +163,14 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     )
     max_num_seqs = size.state_slots or options.max_num_seqs
     limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
-    return ModelExecutor(model, cache, info, limits, threads, pooling)
+    return ModelExecutor(model, cache, info, limits, threads, pooling, adapters)
+
+
+def _adapters(options: LoadOptions, dtype: torch.dtype) -> AdapterLibrary | None:
+    if not options.max_loras:
+        return None
+    slots = AdapterSlots(options.max_loras, options.max_lora_rank, dtype)
+    return AdapterLibrary(slots, max(options.max_cpu_loras or 0, options.max_loras), dtype)
 
 
 def _validate(options: LoadOptions) -> None:
@@ -203,7 +221,8 @@ def choose_kv_dtype(requested: str, dtype: str) -> str:
 def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype) -> KvSize:
     """Before the weights are read, so that what cannot fit fails at once."""
     config = checkpoint.config
-    available, weights = available_memory(), weight_bytes(checkpoint, dtype)
+    available = available_memory()
+    weights = weight_bytes(checkpoint, dtype) + adapter_bytes(checkpoint, options, dtype)
     per_block = block_bytes(
         len(config.kv_layers), config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
     )
@@ -244,6 +263,16 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
         *(pool, per_block, config.states.num_bytes, options.max_num_seqs, options.mamba_block_size),
         *lengths,
     )
+
+
+def adapter_bytes(checkpoint: Checkpoint, options: LoadOptions, dtype: torch.dtype) -> int:
+    """What all slots would take, were every matrix of every layer adapted."""
+    matrices = (
+        info.shape
+        for name, info in checkpoint.source.infos.items()
+        if len(info.shape) == 2 and "layers." in name and ".experts." not in name
+    )
+    return options.max_loras * options.max_lora_rank * dtype.itemsize * sum(map(sum, matrices))
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

@@ -62,6 +62,11 @@ class Executor(Protocol):
         """A new leader's stream: drop the batch, keep the KV blocks and their generations."""
         ...
 
+    def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
+        """Reads an adapter, and fills a slot with it that no step in flight uses. Called beside :meth:`run`, from one
+        thread. Raises KvernError with what is wrong with the adapter."""
+        ...
+
 
 class Progress:
     """How far loading is. Written by the loading thread, read by Describe."""
@@ -144,6 +149,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._owner: _Stream | None = None
         self._streams: set[_Stream] = set()
         self._last_done = 0.0
+        # So that adapters are placed one after the other.
+        self._placing = asyncio.Lock()
 
     def attach(self, executor: Executor) -> None:
         """Loading is over. Call in the event loop."""
@@ -186,6 +193,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             step=self._step,
             generations=pack_u32(executor.generations()),
         )
+
+    async def PlaceAdapter(
+        self, request: worker_pb2.PlaceAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PlaceAdapterResponse:
+        executor = self._ready_executor()
+        slots = self._description.max_loras
+        if request.slot > slots:
+            raise invalid("slot", f"there is no adapter slot {request.slot}", value=request.slot, limit=slots)
+        async with self._placing:
+            if request.epoch < self._epoch:
+                raise _old_epoch("adapter", request.epoch, self._epoch)
+            # Shielded: a caller that hangs up must not let another slot be filled beside this one.
+            return await asyncio.shield(asyncio.to_thread(executor.place_adapter, request))
 
     async def Execute(
         self,
@@ -261,13 +281,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _accept(self, stream: _Stream, plan: worker_pb2.StepPlan) -> None:
         """Fences the plan and puts the stream in possession of the batch. Raises what ends the stream."""
         if plan.epoch < self._epoch or (stream.replaced and plan.epoch <= self._epoch):
-            raise KvernError(
-                error_pb2.ERROR_CODE_FENCED,
-                f"plan of epoch {plan.epoch} refused: this worker follows epoch {self._epoch}",
-                field="epoch",
-                value=plan.epoch,
-                limit=self._epoch,
-            )
+            raise _old_epoch("plan", plan.epoch, self._epoch)
         if self._owner is not stream or stream.epoch != plan.epoch:
             self._take_over(stream, plan.epoch)
         elif plan.step != (stream.step or 0) + 1:
@@ -315,6 +329,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _record(self) -> None:
         self._steps += 1
         self._last_step_unix_ms = time.time_ns() // 1_000_000
+
+
+def _old_epoch(what: str, epoch: int, newest: int) -> KvernError:
+    return KvernError(
+        error_pb2.ERROR_CODE_FENCED,
+        f"{what} of epoch {epoch} refused: this worker follows epoch {newest}",
+        field="epoch",
+        value=epoch,
+        limit=newest,
+    )
 
 
 async def serve(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class SimConfig:
     max_num_batched_tokens: int = 2048
     step_us: int = 0
     strict: bool = False
+    max_loras: int = 0
 
 
 def next_token(
@@ -72,6 +74,11 @@ def continue_greedily(token_ids: list[int], count: int, config: SimConfig, seed:
     return tokens[len(token_ids) :]
 
 
+def adapter_seed(path: str) -> int:
+    """What a simulated adapter adds to the seed."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:6], "little")
+
+
 class SimExecutor:
     """See the module. Slot arrays have length ``max_num_seqs``."""
 
@@ -88,6 +95,8 @@ class SimExecutor:
         self._seed = np.zeros(slots, np.uint64)
         self._wants_logprobs = np.zeros(slots, bool)
         self.num_prefilled = 0
+        # By adapter slot.
+        self._adapters = np.zeros(config.max_loras, np.uint64)
         self._params: dict[int, tuple[sampling_pb2.SamplingParams, npt.NDArray[np.int32], int]] = {}
         self._shadow = _Shadow(config) if config.strict else None
 
@@ -111,7 +120,17 @@ class SimExecutor:
             max_num_batched_tokens=c.max_num_batched_tokens,
             device="sim",
             num_state_blocks=c.num_state_blocks,
+            max_loras=c.max_loras,
         )
+
+    def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
+        """Any existing path is an adapter, which changes what is said like another seed would."""
+        if not Path(request.path).exists():
+            raise invalid("lora_path", f"there is nothing at {request.path}", value=request.path)
+        digest = hashlib.sha256(request.path.encode()).digest()
+        if request.slot:
+            self._adapters[request.slot - 1] = adapter_seed(request.path)
+        return worker_pb2.PlaceAdapterResponse(digest=digest, rank=8)
 
     def generations(self) -> npt.NDArray[np.uint32]:
         return np.concatenate((self._generations, self._state_generations))
@@ -162,6 +181,8 @@ class SimExecutor:
         self._num_computed[slot] = new.num_computed_tokens
         self._last[slot] = tokens[-1]
         self._seed[slot] = params.seed if params.temperature > 0 else 0
+        if new.adapter_slot:
+            self._seed[slot] ^= self._adapters[new.adapter_slot - 1]
         self._wants_logprobs[slot] = params.HasField("logprobs")
         self._params.pop(slot, None)
         if params.HasField("logprobs") or params.HasField("prompt_logprobs"):
@@ -169,7 +190,8 @@ class SimExecutor:
         blocks, generations = unpack_u32(new.block_ids), unpack_u32(new.block_generations)
         if self._shadow is not None:
             computed_blocks = -(-new.num_computed_tokens // self.config.block_size)
-            self._shadow.enter(slot, tokens, blocks, generations, computed_blocks, self._generations)
+            root = 1 + int(self._adapters[new.adapter_slot - 1]) if new.adapter_slot else 1
+            self._shadow.enter(slot, tokens, blocks, generations, computed_blocks, self._generations, root)
             self._shadow.restore(slot, new.state_block if new.HasField("state_block") else None)
         self._generations[blocks] = generations
 
@@ -287,6 +309,7 @@ class _Shadow:
         generations: npt.NDArray[np.uint32],
         computed_blocks: int,
         held: npt.NDArray[np.uint32],
+        root: int,
     ) -> None:
         shared, fresh = blocks[:computed_blocks], blocks[computed_blocks:]
         if (held[shared] != generations[:computed_blocks]).any():
@@ -295,7 +318,7 @@ class _Shadow:
         self.table[slot, : blocks.size] = blocks
         self.table_generations[slot, : blocks.size] = generations
         self.num_blocks[slot] = blocks.size
-        prefix, hashes = 1, []
+        prefix, hashes = root, []
         for token in tokens.tolist():
             prefix = (prefix * _MULTIPLIER + token + 1) & _MASK
             hashes.append(prefix)

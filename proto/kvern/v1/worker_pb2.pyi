@@ -77,6 +77,7 @@ class DescribeResponse(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     LAST_STEP_UNIX_MS_FIELD_NUMBER: _builtins.int
     NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
     phase: Global___WorkerPhase.ValueType
     loaded_bytes: _builtins.int
     """Bytes read of bytes in all, while loading."""
@@ -97,6 +98,8 @@ class DescribeResponse(_message.Message):
     last_step_unix_ms: _builtins.int
     num_state_blocks: _builtins.int
     """Of a model with states: checkpoints of them. Ids are 0 … num_state_blocks − 1."""
+    max_loras: _builtins.int
+    """Slots for adapters: as many may be in one step. 0: none are served."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Set when the phase is FAILED."""
@@ -123,10 +126,11 @@ class DescribeResponse(_message.Message):
         steps: _builtins.int = ...,
         last_step_unix_ms: _builtins.int = ...,
         num_state_blocks: _builtins.int = ...,
+        max_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +250,7 @@ class NewSequence(_message.Message):
     BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     STATE_BLOCK_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     sequence_id: _builtins.str
     """Distinguishes the sequences that a slot holds over time; echoed by no one, for logs."""
@@ -260,6 +265,8 @@ class NewSequence(_message.Message):
     block_generations: _builtins.bytes
     state_block: _builtins.int
     """Set where num_computed_tokens > 0 and the model has states: the checkpoint that holds the one after them."""
+    adapter_slot: _builtins.int
+    """1 + the slot of its adapter; 0: none."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams:
         """Resolved. `seed` is the sequence's own: choices of one request get different ones."""
@@ -276,10 +283,11 @@ class NewSequence(_message.Message):
         block_generations: _builtins.bytes = ...,
         params: _sampling_pb2.SamplingParams | None = ...,
         state_block: _builtins.int | None = ...,
+        adapter_slot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "params", b"params", "state_block", b"state_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "block_generations", b"block_generations", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "adapter_slot", b"adapter_slot", "block_generations", b"block_generations", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state_block: _TypeAlias = _typing.Literal["state_block"]  # noqa: Y015
     _WhichOneofArgType__state_block: _TypeAlias = _typing.Literal["_state_block", b"_state_block"]  # noqa: Y015
@@ -424,6 +432,58 @@ class SlotError(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotError: _TypeAlias = SlotError  # noqa: Y015
+
+@_typing.final
+class PlaceAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    path: _builtins.str
+    digest: _builtins.bytes
+    """The files must be these; empty: whatever they are."""
+    slot: _builtins.int
+    """1 + a slot below max_loras; 0: it is only read."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        path: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        slot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "path", b"path", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceAdapterRequest: _TypeAlias = PlaceAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PlaceAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    rank: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceAdapterResponse: _TypeAlias = PlaceAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetInventoryRequest(_message.Message):

@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=kvern_dot_v1_dot_worker__pb2.GetInventoryRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_worker__pb2.GetInventoryResponse.FromString,
                 _registered_method=True)
+        self.PlaceAdapter = channel.unary_unary(
+                '/kvern.v1.WorkerService/PlaceAdapter',
+                request_serializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -80,6 +85,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PlaceAdapter(self, request, context):
+        """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
+        Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +110,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetInventory,
                     request_deserializer=kvern_dot_v1_dot_worker__pb2.GetInventoryRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_worker__pb2.GetInventoryResponse.SerializeToString,
+            ),
+            'PlaceAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlaceAdapter,
+                    request_deserializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +199,33 @@ class WorkerService:
             '/kvern.v1.WorkerService/GetInventory',
             kvern_dot_v1_dot_worker__pb2.GetInventoryRequest.SerializeToString,
             kvern_dot_v1_dot_worker__pb2.GetInventoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlaceAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.WorkerService/PlaceAdapter',
+            kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.SerializeToString,
+            kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class WorkerServiceStub:
     """
     GetInventory: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInventoryRequest, _worker_pb2.GetInventoryResponse]
     """Which generation each block holds, for a leader that recovers."""
+    PlaceAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PlaceAdapterRequest, _worker_pb2.PlaceAdapterResponse]
+    """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
+    Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -59,6 +63,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     GetInventory: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInventoryRequest, _worker_pb2.GetInventoryResponse]  # type: ignore[assignment]
     """Which generation each block holds, for a leader that recovers."""
+    PlaceAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.PlaceAdapterRequest, _worker_pb2.PlaceAdapterResponse]  # type: ignore[assignment]
+    """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
+    Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """One rank, as the scheduler sees it."""
@@ -90,5 +98,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetInventoryResponse, _abc.Awaitable[_worker_pb2.GetInventoryResponse]]:
         """Which generation each block holds, for a leader that recovers."""
+
+    @_abc_1.abstractmethod
+    def PlaceAdapter(
+        self,
+        request: _worker_pb2.PlaceAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PlaceAdapterResponse, _abc.Awaitable[_worker_pb2.PlaceAdapterResponse]]:
+        """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
+        Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

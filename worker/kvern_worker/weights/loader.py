@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from kvern_worker.weights.layouts import IGNORED_SUFFIXES, read_matrix
 from kvern_worker.weights.quantized import GgufMatrix, QuantizedMatrix, quantize
 from kvern_worker.weights.source import TensorSource
 
+if TYPE_CHECKING:
+    from kvern_worker.adapters.slots import AdapterSlots
+
 # Buffers that some checkpoints carry and no one needs.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 
@@ -25,6 +28,10 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Not quantized at load: heads and routers, which are small and whose errors show most.
 _KEPT_PLAIN = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
+
+
+def _unadapted(prefix: str) -> bool:
+    return "layers." not in prefix or ".experts." in prefix
 
 
 class WeightLoader:
@@ -46,6 +53,7 @@ class WeightLoader:
         keep_quantized: bool = False,
         quantization: Quantization | None = None,
         online: str | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._source = source
         self.dtype = dtype
@@ -54,6 +62,7 @@ class WeightLoader:
         self._keep_quantized = keep_quantized
         self._quantization = quantization
         self._online = online
+        self._adapters = adapters
         self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
@@ -120,8 +129,17 @@ class WeightLoader:
     ) -> kernels.PackedLinear:
         """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed.
 
-        Matrices that are quantized alike stay so; others of one stack are dequantized.
+        Matrices that are quantized alike stay so; others of one stack are dequantized. Adapters may change what it gives,
+        but for the output layer and experts.
         """
+        packed = self._linear(prefixes, sizes, in_size, bias)
+        if self._adapters is None or any(_unadapted(prefix) for prefix in prefixes):
+            return packed
+        return self._adapters.adapt(packed, prefixes, sizes, in_size)
+
+    def _linear(
+        self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
+    ) -> kernels.PackedLinear:
         matrices = [self._matrix(prefix, size, in_size) for prefix, size in zip(prefixes, sizes, strict=True)]
         known = [matrix for matrix in matrices if matrix is not None]
         # Tools that quantize give biases (of zeros) to layers that had none.

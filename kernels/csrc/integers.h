@@ -6,7 +6,8 @@
 
 namespace KVERN_ISA {
 
-// Bytes: 16 outputs x 4 codes along k. Four: the 4 signed bytes of x that all outputs meet. Ints: 16 sums.
+// Bytes: 16 outputs x 4 codes along k. Four: the 4 signed bytes of x that all outputs meet. Ints: 16 sums. `to_ints` takes integral floats,
+// `high_bytes` is (x + 128) >> 8, `store_bytes` keeps the low byte of each.
 #if defined(__AVX512BW__)
 
 struct Bytes {
@@ -30,6 +31,11 @@ INLINE Bytes masked(Bytes b, int mask) { return {_mm512_and_si512(b.v, _mm512_se
 INLINE Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 INLINE V16 floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+INLINE Ints to_ints(V16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+INLINE Ints high_bytes(Ints a) { return {_mm512_srai_epi32(_mm512_add_epi32(a.v, _mm512_set1_epi32(128)), 8)}; }
+INLINE void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+INLINE int32_t total(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 INLINE V16 load(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
@@ -42,7 +48,11 @@ INLINE Four broadcast_four(const int8_t* x) {
   memcpy(&four, x, 4);
   return {_mm512_set1_epi32(four)};
 }
-INLINE Ints dot(Ints sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)}; }
+INLINE Ints dot(Ints sum, Bytes w, Four x) {
+  // Not the intrinsic: GCC 12 copies each accumulator there and back, and runs out of registers.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v));
+  return sum;
+}
 #else
 struct Four {
   __m512i even, odd;
@@ -93,6 +103,21 @@ INLINE Bytes masked(Bytes b, int mask) {
 }
 INLINE Bytes operator|(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 INLINE V16 floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE Ints to_ints(V16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE __m256i high_byte(__m256i x) { return _mm256_srai_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(128)), 8); }
+INLINE Ints high_bytes(Ints x) { return {high_byte(x.a), high_byte(x.b)}; }
+INLINE void store_bytes(int8_t* p, Ints x) {
+  int32_t t[LANES];
+  memcpy(t, &x, sizeof t);
+  for (int i = 0; i < LANES; ++i) p[i] = (int8_t)(uint8_t)t[i];
+}
+INLINE int32_t total(Ints x) {
+  int32_t t[LANES], sum = 0;
+  memcpy(t, &x, sizeof t);
+  for (int i = 0; i < LANES; ++i) sum += t[i];
+  return sum;
+}
 INLINE V16 load(const uint8_t* p) {
   __m128i bytes = _mm_loadu_si128((const __m128i*)p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
@@ -152,6 +177,29 @@ INLINE V16 floats(Ints x) {
   for (int i = 0; i < LANES; ++i) t[i] = (float)x.v[i];
   return load(t);
 }
+INLINE Ints to_ints(V16 x) {
+  float t[LANES];
+  Ints out;
+  store(t, x);
+  for (int i = 0; i < LANES; ++i) out.v[i] = (int32_t)t[i];
+  return out;
+}
+INLINE Ints operator+(Ints a, Ints b) {
+  for (int i = 0; i < LANES; ++i) a.v[i] += b.v[i];
+  return a;
+}
+INLINE Ints high_bytes(Ints a) {
+  for (auto& x : a.v) x = (x + 128) >> 8;
+  return a;
+}
+INLINE void store_bytes(int8_t* p, Ints a) {
+  for (int i = 0; i < LANES; ++i) p[i] = (int8_t)(uint8_t)a.v[i];
+}
+INLINE int32_t total(Ints a) {
+  int32_t sum = 0;
+  for (int32_t x : a.v) sum += x;
+  return sum;
+}
 INLINE V16 load(const uint8_t* p) {
   float t[LANES];
   for (int i = 0; i < LANES; ++i) t[i] = (float)p[i];
@@ -168,7 +216,7 @@ INLINE Ints dot(Ints sum, Bytes w, Four x) {
 
 // Stored codes: a unit is what is loaded at once, QUADS times 4 codes along k of 16 outputs.
 struct Codes4 {  // each byte: code k in the low nibble, k + 4 in the high one
-  static constexpr int QUADS = 2, BYTES = 64;
+  static constexpr int BITS = 4, QUADS = 2, BYTES = 64;
   struct Unit {
     Bytes both;
   };
@@ -179,7 +227,7 @@ struct Codes4 {  // each byte: code k in the low nibble, k + 4 in the high one
   }
 };
 struct Codes6 {  // two units of low nibbles, then 64 bytes with the two high bits of quads 0 … 3
-  static constexpr int QUADS = 4, BYTES = 192;
+  static constexpr int BITS = 6, QUADS = 4, BYTES = 192;
   struct Unit {
     Bytes low[2], high;
   };
@@ -196,7 +244,7 @@ struct Codes6 {  // two units of low nibbles, then 64 bytes with the two high bi
   }
 };
 struct Codes8 {
-  static constexpr int QUADS = 1, BYTES = 64;
+  static constexpr int BITS = 8, QUADS = 1, BYTES = 64;
   struct Unit {
     Bytes bytes;
   };

@@ -21,53 +21,58 @@ struct Factors {
 };
 
 // Bytes that a group (or, for K-quants, a super-block of groups) of 16 outputs takes, see Quantized.
-static void read_factors(const Quantized& q, int64_t panel, float* scales, float* minima) {
-  const uint8_t* p = q.factors + panel * q.factor_bytes;
+template <kvern::FactorKind KIND>
+static void read_factors_of(const Quantized& q, const uint8_t* p, float* scales, float* minima) {
   const V16 zero = set1(-(float)q.zero);
   for (int64_t g = 0; g < q.groups; g += q.groups_per_super) {
     V16 super = set1(1), super_minimum = set1(1);
-    if (q.kind >= kvern::SUPER_MINIMUM) {
+    if constexpr (KIND >= kvern::SUPER_MINIMUM) {
       super = load((const f16*)p);
       p += 32;
-      if (q.kind == kvern::SUPER_MINIMUM) {
-        super_minimum = load((const f16*)p);
-        p += 32;
-      }
+    }
+    if constexpr (KIND == kvern::SUPER_MINIMUM) {
+      super_minimum = load((const f16*)p);
+      p += 32;
     }
     for (int64_t i = g; i < g + q.groups_per_super; ++i) {
       V16 scale, minimum;
-      switch (q.kind) {
-        case kvern::FLOAT_ZERO:
-          scale = load((const float*)p), minimum = scale * zero;
-          p += 64;
-          break;
-        case kvern::FLOAT_MINIMUM:
-          scale = load((const float*)p), minimum = load((const float*)p + LANES);
-          p += 128;
-          break;
-        case kvern::HALF_ZERO:
-          scale = load((const f16*)p), minimum = scale * zero;
-          p += 32;
-          break;
-        case kvern::HALF_ZEROS:
-          scale = load((const f16*)p), minimum = V16(scale * load(p + 32)) * set1(-1);
-          p += 48;
-          break;
-        case kvern::HALF_MINIMUM:
-          scale = load((const f16*)p), minimum = load((const f16*)p + LANES);
-          p += 64;
-          break;
-        case kvern::SUPER_MINIMUM:
-          scale = super * load(p), minimum = super_minimum * load(p + 16) * set1(-1);
-          p += 32;
-          break;
-        default:  // SUPER_ZERO
-          scale = super * load((const int8_t*)p), minimum = scale * zero;
-          p += 16;
+      if constexpr (KIND == kvern::FLOAT_ZERO) {
+        scale = load((const float*)p), minimum = scale * zero;
+        p += 64;
+      } else if constexpr (KIND == kvern::FLOAT_MINIMUM) {
+        scale = load((const float*)p), minimum = load((const float*)p + LANES);
+        p += 128;
+      } else if constexpr (KIND == kvern::HALF_ZERO) {
+        scale = load((const f16*)p), minimum = scale * zero;
+        p += 32;
+      } else if constexpr (KIND == kvern::HALF_ZEROS) {
+        scale = load((const f16*)p), minimum = V16(scale * load(p + 32)) * set1(-1);
+        p += 48;
+      } else if constexpr (KIND == kvern::HALF_MINIMUM) {
+        scale = load((const f16*)p), minimum = load((const f16*)p + LANES);
+        p += 64;
+      } else if constexpr (KIND == kvern::SUPER_MINIMUM) {
+        scale = super * load(p), minimum = super_minimum * load(p + 16) * set1(-1);
+        p += 32;
+      } else {
+        scale = super * load((const int8_t*)p), minimum = scale * zero;
+        p += 16;
       }
       store(scales + i * LANES, scale);
       store(minima + i * LANES, minimum);
     }
+  }
+}
+static void read_factors(const Quantized& q, int64_t panel, float* scales, float* minima) {
+  const uint8_t* p = q.factors + panel * q.factor_bytes;
+  switch (q.kind) {
+    case kvern::FLOAT_ZERO: return read_factors_of<kvern::FLOAT_ZERO>(q, p, scales, minima);
+    case kvern::FLOAT_MINIMUM: return read_factors_of<kvern::FLOAT_MINIMUM>(q, p, scales, minima);
+    case kvern::HALF_ZERO: return read_factors_of<kvern::HALF_ZERO>(q, p, scales, minima);
+    case kvern::HALF_ZEROS: return read_factors_of<kvern::HALF_ZEROS>(q, p, scales, minima);
+    case kvern::HALF_MINIMUM: return read_factors_of<kvern::HALF_MINIMUM>(q, p, scales, minima);
+    case kvern::SUPER_MINIMUM: return read_factors_of<kvern::SUPER_MINIMUM>(q, p, scales, minima);
+    case kvern::SUPER_ZERO: return read_factors_of<kvern::SUPER_ZERO>(q, p, scales, minima);
   }
 }
 
@@ -104,21 +109,20 @@ static void quantize_row(const T* x, const Quantized& q, int64_t k, int64_t m, c
   int8_t *high = out.high + m * padded, *low = out.low ? out.low + m * padded : nullptr;
   const int64_t group = q.group;
   for (int64_t g = 0; g < q.groups; ++g) {
-    int32_t sum = 0;
+    Ints sum = no_ints();
     for (int64_t i = g * group; i < (g + 1) * group; i += LANES) {
-      const int count = (int)((g + 1) * group - i < LANES ? (g + 1) * group - i : LANES);
-      float t[LANES];
       const V16 v = load(row + i);
       // 8-bit activations are those of the reference to the last tie.
-      store(t, top == 0 ? zero() : round(low ? v * inverse : v / divisor));
-      for (int j = 0; j < count; ++j) {
-        const int32_t code = (int32_t)t[j];
-        sum += code;
-        high[i + j] = (int8_t)(low ? (code + 128) >> 8 : code);
-        if (low) low[i + j] = (int8_t)(uint8_t)code;
+      const Ints codes = to_ints(top == 0 ? zero() : low ? round(v * inverse) : round(v / divisor));
+      sum = sum + codes;
+      if (low) {
+        store_bytes(high + i, high_bytes(codes));
+        store_bytes(low + i, codes);
+      } else {
+        store_bytes(high + i, codes);
       }
     }
-    out.sums[m * q.groups + g] = (float)sum;
+    out.sums[m * q.groups + g] = (float)total(sum);
   }
 }
 
@@ -160,18 +164,13 @@ INLINE V16 fold(V16 acc, Ints high, Ints low, V16 scale, V16 minimum, float x_su
   return fma(minimum, set1(x_sum), fma(scale, sum, acc));
 }
 
-INLINE void finish_row(V16 acc, float scale, const Out& out, int64_t m, int64_t n) {
-  alignas(64) float sums[LANES];
-  store(sums, acc * set1(scale));
-  finish(sums, 1, 1, out, m, n);
-}
-
 struct IntPlace {
   const Quantized& q;
   const Activations& x;
   const uint8_t* codes;    // of the first panel
   int64_t panel;           // bytes of a panel's codes
   const Factors* factors;  // of each panel
+  int64_t jump;            // from the end of a panel to where this thread's next task most likely begins
 };
 
 template <class C, bool WIDE, int ROWS, int PANELS>
@@ -179,6 +178,7 @@ static void int_tile(const IntPlace& a, const Out& out, int64_t m0, int64_t rows
   const int64_t k = a.q.k, groups = a.q.groups, group = a.q.group;
   const int8_t *high = a.x.high + m0 * k, *low = a.x.low + (WIDE ? m0 * k : 0);
   const uint8_t* codes = a.codes;
+  const uint8_t* last = codes + a.panel - PREFETCH_BYTES;
   V16 acc[ROWS][PANELS];
   UNROLL for (int m = 0; m < ROWS; ++m) {
     UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = zero();
@@ -190,12 +190,11 @@ static void int_tile(const IntPlace& a, const Out& out, int64_t m0, int64_t rows
       UNROLL for (int p = 0; p < PANELS; ++p) highs[m][p] = lows[m][p] = no_ints();
     }
     for (const int64_t end = i + group; i < end; i += 4 * C::QUADS, codes += C::BYTES) {
+      const uint8_t* ahead = codes + PREFETCH_BYTES + (codes < last ? 0 : a.jump);
       typename C::Unit units[PANELS];
       UNROLL for (int p = 0; p < PANELS; ++p) {
         units[p] = C::load(codes + p * a.panel);
-        UNROLL for (int line = 0; line < C::BYTES; line += 64) {
-          __builtin_prefetch(codes + p * a.panel + PREFETCH_BYTES + line);
-        }
+        UNROLL for (int line = 0; line < C::BYTES; line += 64) __builtin_prefetch(ahead + p * a.panel + line);
       }
       auto quad = [&]<int Q>() __attribute__((always_inline)) {
         Bytes w[PANELS];
@@ -222,50 +221,54 @@ static void int_tile(const IntPlace& a, const Out& out, int64_t m0, int64_t rows
       }
     }
   }
-  for (int m = 0; m < ROWS && m < rows; ++m) {
-    for (int p = 0; p < PANELS; ++p) finish_row(acc[m][p], a.x.scales[m0 + m], out, m0 + m, n0 + p * LANES);
+  alignas(64) float sums[ROWS * PANELS * LANES];
+  UNROLL for (int m = 0; m < ROWS; ++m) {
+    const V16 scale = set1(a.x.scales[m0 + m]);
+    UNROLL for (int p = 0; p < PANELS; ++p) store(sums + (m * PANELS + p) * LANES, acc[m][p] * scale);
   }
+  finish(sums, (int)(rows < ROWS ? rows : ROWS), PANELS, out, m0, n0);
 }
 
+// Tiles: as many sums as fit the registers beside what they are made of; one row has more weight streams instead.
 #if defined(__AVX512BW__)
-constexpr int INT_ROWS = 4, INT_PANELS = 4;
-constexpr int int_panels(int rows, bool wide) { return rows == 4 && wide ? 2 : 4; }
+constexpr int int_rows_of_tile(bool wide) { return wide ? 4 : 8; }
+constexpr int int_panels(int64_t rows, bool wide) {
+  return rows == 1 ? 8 : rows <= (wide ? 2 : 4) ? 4 : 3;
+}
 #else
-constexpr int INT_ROWS = 2, INT_PANELS = 2;
-constexpr int int_panels(int rows, bool wide) { return rows == 2 && wide ? 1 : 2; }
+constexpr int int_rows_of_tile(bool) { return 2; }
+constexpr int int_panels(int64_t rows, bool wide) { return rows > 1 && wide ? 1 : 2; }
 #endif
+constexpr int INT_PANELS = int_panels(1, true);
 
-template <class C, bool WIDE, int ROWS>
+template <class C, bool WIDE, int ROWS, int PANELS = int_panels(ROWS, WIDE)>
 static void int_rows(IntPlace a, const Out& out, int64_t m, int64_t rows, int64_t panels, int64_t n) {
-  constexpr int W = int_panels(ROWS, WIDE);
-  for (; panels >= W; panels -= W) {
-    int_tile<C, WIDE, ROWS, W>(a, out, m, rows, n);
-    a.codes += W * a.panel, a.factors += W, n += W * LANES;
+  for (; panels >= PANELS; panels -= PANELS) {
+    int_tile<C, WIDE, ROWS, PANELS>(a, out, m, rows, n);
+    a.codes += PANELS * a.panel, a.factors += PANELS, n += PANELS * LANES;
   }
-  if constexpr (W > 2) {
-    if (panels >= 2) {
-      int_tile<C, WIDE, ROWS, 2>(a, out, m, rows, n);
-      a.codes += 2 * a.panel, a.factors += 2, n += 2 * LANES, panels -= 2;
-    }
-  }
-  if constexpr (W > 1) {
-    if (panels >= 1) int_tile<C, WIDE, ROWS, 1>(a, out, m, rows, n);
+  if constexpr (PANELS > 1) {
+    if (panels > 0) int_rows<C, WIDE, ROWS, (PANELS + 1) / 2>(a, out, m, rows, panels, n);
   }
 }
 
 template <class C, bool WIDE>
-static void int_block(const IntPlace& a, const Out& out, int64_t m, int64_t panels, int64_t n) {
-  for (const int64_t rows = out.rows; m < rows;) {
-    const int64_t left = rows - m;
+static void int_block(const IntPlace& a, const Out& out, int64_t m, int64_t end, int64_t panels, int64_t n) {
+  constexpr int MOST = int_rows_of_tile(WIDE);
+  while (m < end) {
+    const int64_t left = end - m;
     if (left == 1) {
       int_rows<C, WIDE, 1>(a, out, m, 1, panels, n);
       m += 1;
-    } else if (left == 2 || INT_ROWS == 2) {
+    } else if (left == 2 || MOST == 2) {
       int_rows<C, WIDE, 2>(a, out, m, left, panels, n);
       m += 2;
+    } else if (left <= 4 || MOST == 4) {
+      int_rows<C, WIDE, MOST < 4 ? MOST : 4>(a, out, m, left, panels, n);
+      m += 4;
     } else {
-      int_rows<C, WIDE, INT_ROWS>(a, out, m, left, panels, n);
-      m += INT_ROWS;
+      int_rows<C, WIDE, MOST>(a, out, m, left, panels, n);
+      m += MOST;
     }
   }
 }
@@ -273,6 +276,18 @@ static void int_block(const IntPlace& a, const Out& out, int64_t m, int64_t pane
 template <class C>
 static int64_t codes_bytes(const Quantized& q) {
   return q.k / (4 * C::QUADS) * C::BYTES;
+}
+
+// Codes of a panel as bytes [k / 4][16][4]: panels of Codes8.
+template <class C>
+static void spread_codes(const Quantized& q, const uint8_t* codes, uint8_t* out) {
+  for (int64_t i = 0; i < q.k; i += 4 * C::QUADS, codes += C::BYTES, out += 64 * C::QUADS) {
+    const auto unit = C::load(codes);
+    store(out, C::template quad<0>(unit));
+    if constexpr (C::QUADS > 1) store(out + 64, C::template quad<1>(unit));
+    if constexpr (C::QUADS > 2) store(out + 128, C::template quad<2>(unit));
+    if constexpr (C::QUADS > 3) store(out + 192, C::template quad<3>(unit));
+  }
 }
 
 // Factors of `count` panels from `first` on, in this thread's scratch memory.
@@ -285,23 +300,39 @@ static void task_factors(const Quantized& q, int64_t first, int64_t count, Facto
   }
 }
 
+// From this many rows on, codes of 4 and 6 bits become bytes once a task instead of once a tile.
+constexpr int64_t SPREAD_ROWS = 9;
+
+template <class C, bool WIDE>
+static void linear_int_with(const kvern::Linear& a, const Quantized& q, const Activations& x) {
+  const int64_t panels = (a.n + LANES - 1) / LANES, panel = codes_bytes<C>(q);
+  const int64_t width = panels_per_task(panels, int_panels(a.m, WIDE), a.threads);
+  const int64_t groups = (panels + width - 1) / width, blocks = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
+  const bool spread = C::BITS < 8 && a.m >= SPREAD_ROWS;
+  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
+  kvern::parallel(a.threads, groups * blocks, [&](int64_t task, int) {
+    const int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
+    const int64_t m = task % blocks * ROW_BLOCK, end = m + ROW_BLOCK < a.m ? m + ROW_BLOCK : a.m;
+    Factors factors[INT_PANELS];
+    const uint8_t *codes = q.codes + first * panel, *coming = q.factors + (first + a.threads * width) * q.factor_bytes;
+    for (int64_t i = 0; i < width * q.factor_bytes; i += 64) __builtin_prefetch(coming + i);
+    task_factors(q, first, count, factors);
+    if (!spread) {
+      const IntPlace place = {q, x, codes, panel, factors, (a.threads * width - 1) * panel};
+      return int_block<C, WIDE>(place, out, m, end, count, first * LANES);
+    }
+    const int64_t bytes = q.k * LANES;
+    uint8_t* wide = (uint8_t*)kvern::scratch(6, width * bytes);
+    for (int64_t p = 0; p < count; ++p) spread_codes<C>(q, codes + p * panel, wide + p * bytes);
+    int_block<Codes8, WIDE>({q, x, wide, bytes, factors, 0}, out, m, end, count, first * LANES);
+  });
+}
+
 template <class C>
 static void linear_int_of(const kvern::Linear& a, const Quantized& q) {
   const Activations x = quantize_rows(a, q);
-  const int64_t panels = (a.n + LANES - 1) / LANES, panel = codes_bytes<C>(q);
-  const int64_t width = panels_per_task(panels, INT_PANELS, a.threads), tasks = (panels + width - 1) / width;
-  const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
-  kvern::parallel(a.threads, tasks, [&](int64_t task, int) {
-    const int64_t first = task * width, count = first + width > panels ? panels - first : width;
-    Factors factors[INT_PANELS];
-    task_factors(q, first, count, factors);
-    const IntPlace place = {q, x, q.codes + first * panel, panel, factors};
-    if (x.low) {
-      int_block<C, true>(place, out, 0, count, first * LANES);
-    } else {
-      int_block<C, false>(place, out, 0, count, first * LANES);
-    }
-  });
+  if (x.low) return linear_int_with<C, true>(a, q, x);
+  linear_int_with<C, false>(a, q, x);
 }
 
 // ---- weights as float32 ----

@@ -43,18 +43,6 @@ INLINE void group_sums(const int8_t* first, const int8_t* second, int64_t x_row,
   }
 }
 
-// Codes of a panel as bytes [k / 4][16][4], a column of tiles.
-template <class C>
-static void spread_codes(const Quantized& q, const uint8_t* codes, uint8_t* out) {
-  for (int64_t i = 0; i < q.k; i += 4 * C::QUADS, codes += C::BYTES, out += 64 * C::QUADS) {
-    const auto unit = C::load(codes);
-    store(out, C::template quad<0>(unit));
-    if constexpr (C::QUADS > 1) store(out + 64, C::template quad<1>(unit));
-    if constexpr (C::QUADS > 2) store(out + 128, C::template quad<2>(unit));
-    if constexpr (C::QUADS > 3) store(out + 192, C::template quad<3>(unit));
-  }
-}
-
 template <class C, bool WIDE>
 static void int_amx_task(const kvern::Linear& a, const Quantized& q, const Activations& x, int64_t begin, int64_t end) {
   constexpr int64_t rows_of_block = WIDE ? 16 : 32;

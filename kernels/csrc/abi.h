@@ -17,7 +17,7 @@ struct Rows {
 
 // y[m, n] = x[m, k] · panels + bias, y contiguous. Weights come in panels of 16 outputs:
 // F32 [n / 16][k][16]; BF16 [n / 16][k / 2][16][2], pairs along k, zero-padded to a multiple of 32 along k and
-// to whole panels; QUANTIZED is the address of a Quantized.
+// to whole panels; QUANTIZED is the address of a Quantized, E4M3 of an Fp8.
 struct Linear {
   const void* x;
   int64_t x_row;
@@ -53,6 +53,14 @@ struct Quantized {
   int32_t bits;  // of a stored code: 4, 6 or 8
   FactorKind kind;
   int32_t zero, activation_bits;  // of x in the product: 8 or 16
+};
+
+// e4m3fn weights in panels like those of BF16, one byte each, and the scale of each group of inputs,
+// [n / 16][groups][16]. k is padded as in the panels; the last group may be shorter.
+struct Fp8 {
+  const uint8_t* codes;
+  const float* scales;
+  int64_t k, group, groups;
 };
 
 // A packed linear layer as the structures of whole layers hold it.

@@ -145,20 +145,27 @@ EXPORT const char* kvern_variant_name(int i) { return variants[i].name; }
 EXPORT const char* kvern_variant() { return current->name; }
 EXPORT void kvern_use_variant(int i) { current = &variants[i]; }
 
-// weight [n, k] contiguous of `type` F32 or BF16 → panels (see Linear).
+// One panel: 16 rows from `row` on, DEPTH inputs of a row side by side.
+template <class T, int DEPTH>
+static void pack_panel(const T* weight, T* panel, int64_t row, int64_t n, int64_t k, int64_t padded) {
+  memset(panel, 0, 16 * padded * sizeof(T));
+  for (int64_t j = 0; j < 16 && row + j < n; ++j) {
+    const T* from = weight + (row + j) * k;
+    for (int64_t i = 0; i < k; ++i) panel[(i / DEPTH * 16 + j) * DEPTH + i % DEPTH] = from[i];
+  }
+}
+
+// weight [n, k] contiguous of `type` F32, BF16 or E4M3 → panels (see Linear).
 EXPORT void kvern_pack(int threads, const void* weight, int type, void* panels, int64_t n, int64_t k) {
-  const int64_t depth = type == BF16 ? 32 : 1, padded = (k + depth - 1) / depth * depth;
-  const int64_t size = TYPE_BYTES[type];
+  const int64_t depth = type == F32 ? 1 : 32, padded = (k + depth - 1) / depth * depth;
   parallel(threads, (n + 15) / 16, [&](int64_t p, int) {
-    char* panel = (char*)panels + p * 16 * padded * size;
-    memset(panel, 0, 16 * padded * size);
-    for (int64_t j = 0; j < 16 && p * 16 + j < n; ++j) {
-      const char* row = (const char*)weight + (p * 16 + j) * k * size;
-      if (type == F32) {
-        for (int64_t i = 0; i < k; ++i) ((float*)panel)[i * 16 + j] = ((const float*)row)[i];
-      } else {
-        for (int64_t i = 0; i < k; ++i) ((uint16_t*)panel)[(i / 2 * 16 + j) * 2 + i % 2] = ((const uint16_t*)row)[i];
-      }
+    const int64_t at = p * 16 * padded;
+    if (type == F32) {
+      pack_panel<float, 1>((const float*)weight, (float*)panels + at, p * 16, n, k, padded);
+    } else if (type == BF16) {
+      pack_panel<uint16_t, 2>((const uint16_t*)weight, (uint16_t*)panels + at, p * 16, n, k, padded);
+    } else {
+      pack_panel<uint8_t, 2>((const uint8_t*)weight, (uint8_t*)panels + at, p * 16, n, k, padded);
     }
   });
 }

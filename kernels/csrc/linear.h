@@ -18,22 +18,15 @@ constexpr int MAX_PANELS = ACCUMULATORS >= 24 ? 8 : ACCUMULATORS >= 6 ? 4 : 2;
 constexpr int64_t K_MULTIPLE = 32;  // bfloat16 panels are padded along k to this: a matrix tile's depth
 constexpr int64_t ROW_BLOCK = 32 * MAX_ROWS;
 
-// How a kind of weights multiplies. Panels are read group by group: `Group` holds what a group has once
-// (scales), then `UNITS` times a `Unit` (what is loaded at once), then from each unit `STEPS` times the next
-// K weights of 16 outputs, which meet a broadcast of x.
-struct NoGroup {};
+// How a kind of weights multiplies: a panel is read K weights of 16 outputs at a time, which meet a broadcast of x.
 
 struct F32Step {
   using W = float;
   using X = float;
-  static constexpr int K = 1, STEPS = 1, UNITS = 1, GROUP_SIZE = LANES;
-  using Group = NoGroup;
-  using Unit = V16;
+  static constexpr int K = 1;
   using Weights = V16;
   using Broadcast = V16;
-  INLINE Group group(const W*) { return {}; }
-  INLINE Unit unit(const W* p, int) { return load(p); }
-  INLINE Weights next(Unit& u, const Group&) { return u; }
+  INLINE Weights weights(const W* p) { return load(p); }
   INLINE Broadcast broadcast(const X* x) { return set1(x[0]); }
   INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) { return fma(x, w, acc); }
 };
@@ -41,21 +34,17 @@ struct F32Step {
 struct BF16Step {  // bfloat16 weights widened, float x
   using W = bf16;
   using X = float;
-  static constexpr int K = 2, STEPS = 1, UNITS = 1, GROUP_SIZE = 2 * LANES;
+  static constexpr int K = 2;
   struct Pair {
     V16 first, second;
   };
-  using Group = NoGroup;
-  using Unit = Pair;
   using Weights = Pair;
   using Broadcast = Pair;
-  INLINE Group group(const W*) { return {}; }
-  INLINE Unit unit(const W* p, int) {
-    Unit u;
-    load_pairs(p, u.first, u.second);
-    return u;
+  INLINE Weights weights(const W* p) {
+    Pair w;
+    load_pairs(p, w.first, w.second);
+    return w;
   }
-  INLINE Weights next(Unit& u, const Group&) { return u; }
   INLINE Broadcast broadcast(const X* x) { return {set1(x[0]), set1(x[1])}; }
   INLINE V16 multiply(V16 acc, const Weights& w, const Broadcast& x) {
     return fma(x.second, w.second, fma(x.first, w.first, acc));
@@ -66,14 +55,10 @@ struct BF16Step {  // bfloat16 weights widened, float x
 struct BF16Dot {  // bfloat16 weights and x, the processor's pair product
   using W = bf16;
   using X = bf16;
-  static constexpr int K = 2, STEPS = 1, UNITS = 1, GROUP_SIZE = 2 * LANES;
-  using Group = NoGroup;
-  using Unit = __m512i;
+  static constexpr int K = 2;
   using Weights = __m512i;
   using Broadcast = int32_t;
-  INLINE Group group(const W*) { return {}; }
-  INLINE Unit unit(const W* p, int) { return _mm512_loadu_si512(p); }
-  INLINE Weights next(Unit& u, const Group&) { return u; }
+  INLINE Weights weights(const W* p) { return _mm512_loadu_si512(p); }
   INLINE Broadcast broadcast(const X* x) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -85,13 +70,32 @@ struct BF16Dot {  // bfloat16 weights and x, the processor's pair product
 };
 #endif
 
+// The sums are over a part of k only: scaled, they are added to `totals`, which after the last part are the result.
+struct Part {
+  const float* scales;  // [panel][16], the panels `scale_panel` apart
+  int64_t scale_panel;
+  float* totals;  // as the sums lie
+  bool first, last;
+};
+
 struct Out {
   void* y;
   int64_t row;
   kvern::Type type;
   const float* bias;
   int64_t n, rows;
+  const Part* part = nullptr;
 };
+
+static void add_part(const float* sums, int rows, int panels, const Part& part) {
+  for (int m = 0; m < rows; ++m) {
+    for (int p = 0; p < panels; ++p) {
+      const int at = (m * panels + p) * LANES;
+      const V16 sum = load(sums + at), scale = load(part.scales + p * part.scale_panel);
+      store(part.totals + at, part.first ? sum * scale : fma(sum, scale, load(part.totals + at)));
+    }
+  }
+}
 
 // Bias and conversion of a finished tile; one function for all tiles keeps the library small.
 template <class T>
@@ -112,6 +116,11 @@ static void finish_as(const float* sums, int rows, int panels, const Out& out, i
 }
 static __attribute__((noinline)) void finish(const float* sums, int rows, int panels, const Out& out, int64_t m0,
                                              int64_t n0) {
+  if (out.part) {
+    add_part(sums, rows, panels, *out.part);
+    if (!out.part->last) return;
+    sums = out.part->totals;
+  }
   switch (out.type) {
     case kvern::F32: return finish_as<float>(sums, rows, panels, out, m0, n0);
     case kvern::BF16: return finish_as<bf16>(sums, rows, panels, out, m0, n0);
@@ -126,24 +135,15 @@ static void tile(const typename Step::X* x, int64_t x_row, const typename Step::
   UNROLL for (int m = 0; m < ROWS; ++m) {
     UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = zero();
   }
-  for (int64_t i = 0; i < k; w += Step::GROUP_SIZE) {
-    typename Step::Group groups[PANELS];
-    UNROLL for (int p = 0; p < PANELS; ++p) groups[p] = Step::group(w + p * panel);
-    for (int u = 0; u < Step::UNITS; ++u) {
-      typename Step::Unit units[PANELS];
-      UNROLL for (int p = 0; p < PANELS; ++p) {
-        units[p] = Step::unit(w + p * panel, u);
-        __builtin_prefetch((const char*)(w + p * panel) + 64 * u + PREFETCH_BYTES);
-      }
-#pragma GCC unroll 1
-      for (int j = 0; j < Step::STEPS; ++j, i += Step::K) {
-        typename Step::Weights weights[PANELS];
-        UNROLL for (int p = 0; p < PANELS; ++p) weights[p] = Step::next(units[p], groups[p]);
-        UNROLL for (int m = 0; m < ROWS; ++m) {
-          auto b = Step::broadcast(x + m * x_row + i);
-          UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = Step::multiply(acc[m][p], weights[p], b);
-        }
-      }
+  for (int64_t i = 0; i < k; i += Step::K, w += Step::K * LANES) {
+    typename Step::Weights weights[PANELS];
+    UNROLL for (int p = 0; p < PANELS; ++p) {
+      weights[p] = Step::weights(w + p * panel);
+      __builtin_prefetch((const char*)(w + p * panel) + PREFETCH_BYTES);
+    }
+    UNROLL for (int m = 0; m < ROWS; ++m) {
+      auto b = Step::broadcast(x + m * x_row + i);
+      UNROLL for (int p = 0; p < PANELS; ++p) acc[m][p] = Step::multiply(acc[m][p], weights[p], b);
     }
   }
   alignas(64) float sums[ROWS * PANELS * LANES];
@@ -157,15 +157,15 @@ template <class Step>
 using Tile = void (*)(const typename Step::X*, int64_t, const typename Step::W*, int64_t, int64_t, const Out&, int64_t,
                       int64_t);
 
-// Panels that fit beside `rows` rows; quantized ones also hold scales and a unit in registers.
-constexpr int widest(int rows, bool quantized) {
-  int panels = ACCUMULATORS / (quantized ? rows + 3 : rows);
+// Panels that fit beside `rows` rows.
+constexpr int widest(int rows) {
+  int panels = ACCUMULATORS / rows;
   return panels < 1 ? 1 : panels > MAX_PANELS ? MAX_PANELS : panels;
 }
 
 template <class Step, int ROWS, int PANELS>
 constexpr Tile<Step> tile_or_null() {
-  if constexpr (ROWS <= MAX_ROWS && PANELS <= widest(ROWS, Step::STEPS > 1)) {
+  if constexpr (ROWS <= MAX_ROWS && PANELS <= widest(ROWS)) {
     return tile<Step, ROWS, PANELS>;
   } else {
     return nullptr;
@@ -202,21 +202,34 @@ static int64_t panels_per_task(int64_t panels, int64_t widest, int threads) {
   return best;
 }
 
+// Tasks: `width` panels and a block of rows each, the rows in tiles of up to `rows`.
+struct Tiling {
+  int64_t m, panels, rows, width, blocks;
+
+  int64_t tasks() const { return (panels + width - 1) / width * blocks; }
+  int64_t first(int64_t task) const { return task / blocks * width; }
+  int64_t count(int64_t task) const { return first(task) + width > panels ? panels - first(task) : width; }
+  int64_t begin(int64_t task) const { return task % blocks * ROW_BLOCK; }
+  int64_t end(int64_t task) const { return begin(task) + ROW_BLOCK < m ? begin(task) + ROW_BLOCK : m; }
+};
+
+static Tiling tiling(const kvern::Linear& a) {
+  const int64_t panels = (a.n + LANES - 1) / LANES, blocks = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
+  const int64_t tiles_of_block = (a.m < ROW_BLOCK ? a.m + MAX_ROWS - 1 : ROW_BLOCK) / MAX_ROWS;
+  const int64_t rows = a.m < ROW_BLOCK ? (a.m + tiles_of_block - 1) / tiles_of_block : MAX_ROWS;
+  return {a.m, panels, rows, panels_per_task(panels, widest((int)rows), a.threads), blocks};
+}
+
 template <class Step>
 static void linear_with(const kvern::Linear& a, const typename Step::X* x, int64_t x_row, int64_t k) {
-  const int64_t panel = k / (Step::K * Step::STEPS * Step::UNITS) * Step::GROUP_SIZE, panels = (a.n + LANES - 1) / LANES;
-  const int64_t blocks = (a.m + ROW_BLOCK - 1) / ROW_BLOCK;
-  const int64_t tiles_of_block = (a.m < ROW_BLOCK ? a.m + MAX_ROWS - 1 : ROW_BLOCK) / MAX_ROWS;
-  const int64_t rows_per_tile = a.m < ROW_BLOCK ? (a.m + tiles_of_block - 1) / tiles_of_block : MAX_ROWS;
-  const int64_t width = panels_per_task(panels, widest((int)rows_per_tile, Step::STEPS > 1), a.threads);
-  const int64_t groups = (panels + width - 1) / width, tasks = groups * blocks;
+  const int64_t panel = k * LANES;
+  const Tiling t = tiling(a);
   const typename Step::W* weight = (const typename Step::W*)a.weight;
   const Out out = {a.y, a.n, a.y_type, a.bias, a.n, a.m};
-  kvern::parallel(a.threads, tasks, [&](int64_t task, int) {
-    int64_t first = task / blocks * width, count = first + width > panels ? panels - first : width;
-    int64_t m = task % blocks * ROW_BLOCK, end = m + ROW_BLOCK < a.m ? m + ROW_BLOCK : a.m;
-    for (; m < end; m += rows_per_tile) {
-      int64_t rows = end - m < rows_per_tile ? end - m : rows_per_tile;
+  kvern::parallel(a.threads, t.tasks(), [&](int64_t task, int) {
+    const int64_t first = t.first(task), count = t.count(task), end = t.end(task);
+    for (int64_t m = t.begin(task); m < end; m += t.rows) {
+      const int64_t rows = end - m < t.rows ? end - m : t.rows;
       find_tile<Step>(rows, count)(x + m * x_row, x_row, weight + first * panel, panel, k, out, m, first * LANES);
     }
   });

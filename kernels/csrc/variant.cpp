@@ -3,6 +3,7 @@
 // functions could leak one variant's instructions into another.
 #include "abi.h"
 #include "linear.h"
+#include "linear_fp8.h"
 #include "linear_int.h"
 #if defined(__AMX_BF16__)
 #include "linear_int_amx.h"
@@ -25,6 +26,7 @@ static void linear(const kvern::Linear& a) {
 #endif
     return linear_int(a);
   }
+  if (a.weight_type == kvern::E4M3) return linear_fp8(a);
 #if defined(__AMX_BF16__)
   if (a.x_type == kvern::BF16) {
     int64_t row;

@@ -150,16 +150,22 @@ def _gguf(kind: str, n: int, k: int) -> Any:
     return kernels.pack_gguf(torch.ones(n, k // length * GGUF_BLOCK_BYTES[kind], dtype=torch.uint8), kind)
 
 
+def _fp8(n: int, k: int) -> Any:
+    codes = torch.randn(n, k).to(torch.float8_e4m3fn)
+    return kernels.pack_fp8(codes, torch.rand(-(-n // 128), -(-k // 128)))
+
+
 FORMATS: dict[str, Callable[[int, int], Any]] = {
     "float32": lambda n, k: kernels.pack_linear(torch.randn(n, k)),
     "bfloat16": lambda n, k: kernels.pack_linear(torch.randn(n, k).bfloat16()),
     "int8": _int8,
     "w8a8": partial(_int8, activations="int8"),
+    "fp8 128x128": _fp8,
     "gptq g128": _gptq,
     **{kind: partial(_gguf, kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")},
 }
 # What the checkpoint's own format takes a weight, whatever the packed layout takes.
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "w8a8": 8, "gptq g128": 4 + 20 / 128}
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "w8a8": 8, "fp8 128x128": 8, "gptq g128": 4 + 20 / 128}
 BITS |= {
     kind: 8 * GGUF_BLOCK_BYTES[kind] / gguf_block_length(kind) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 }

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvern_kernels import reference
-from kvern_kernels.cpu_base import LIBRARY, TYPES, aligned, dense, threads
+from kvern_kernels.cpu_base import KV_TYPES, LIBRARY, TYPES, aligned, dense, threads
 
-QUANTIZED = 3
+QUANTIZED, E4M3 = 3, 16
 _linear = LIBRARY.kvern_linear
 
 
@@ -60,10 +60,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | re
         weight = weight.float()
     weight = weight.contiguous()
     n, k = weight.shape
-    depth = 32 if weight.dtype == torch.bfloat16 else 1
+    return packed_linear(pack_panels(weight), TYPES[weight.dtype], n, k, bias)
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """Contiguous weight [N, K] (float32, bfloat16, float8_e4m3fn) → its panels (csrc/abi.h)."""
+    n, k = weight.shape
+    depth = 1 if weight.dtype == torch.float32 else 32
     panels = aligned(-(-n // 16) * 16 * (-(-k // depth) * depth), weight.dtype)
-    LIBRARY.kvern_pack(threads(), weight.data_ptr(), TYPES[weight.dtype], panels.data_ptr(), n, k)
-    return packed_linear(panels, TYPES[weight.dtype], n, k, bias)
+    LIBRARY.kvern_pack(threads(), weight.data_ptr(), KV_TYPES[weight.dtype], panels.data_ptr(), n, k)
+    return panels
 
 
 def packed_linear(

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from kvern_kernels import reference, reference_quant
 from kvern_kernels.cpu_base import aligned
-from kvern_kernels.cpu_linear import QUANTIZED, PackedLinear, pack_codes, pack_linear, packed_linear
+from kvern_kernels.cpu_linear import (
+    E4M3,
+    QUANTIZED,
+    PackedLinear,
+    pack_codes,
+    pack_linear,
+    pack_panels,
+    packed_linear,
+)
 from kvern_kernels.reference_gguf import gguf_codes, gguf_shape
 
 _LONGEST_GROUP = 65_536  # 255 · 128 · group stays below 2^31
@@ -38,6 +46,13 @@ class _Quantized(ctypes.Structure):
         *[(name, c_void_p) for name in ("codes", "factors", "order")],
         *[(name, c_int64) for name in ("k", "group", "groups", "groups_per_super", "factor_bytes")],
         *[(name, c_int32) for name in ("bits", "kind", "zero", "activation_bits")],
+    ]
+
+
+class _Fp8(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("codes", "scales")],
+        *[(name, c_int64) for name in ("k", "group", "groups")],
     ]
 
 
@@ -130,11 +145,28 @@ def pack_int8(
 def pack_fp8(
     weight: Tensor, scales: Tensor, bias: Tensor | None = None, activations: str | None = None
 ) -> PackedLinear | reference.PackedLinear:
-    """See reference_quant.pack_fp8, which serves where x is to be quantized too. CPUs have no fp8 products: scale times
-    weight is kept in bfloat16, two bytes a weight. e5m2 weights are taken alike.
+    """See reference_quant.pack_fp8, which serves where x is to be quantized too.
+
+    e4m3 weights stay as they are, one byte each, and meet bfloat16 x as bfloat16 (every code is one exactly), float32
+    accumulation and, per group of inputs, one scale. NaN codes and e5m2 weights are kept scaled, in bfloat16.
     """
-    packed = reference_quant.pack_fp8(weight, scales, bias, activations)
-    return packed if activations else pack_linear(packed.weight.bfloat16(), bias)
+    blocked = reference_quant.fp8_is_blocked(weight, scales)
+    if activations:
+        return reference_quant.pack_fp8(weight, scales, bias, activations)
+    plain = weight.dtype == torch.float8_e4m3fn and weight.device.type == "cpu" and weight.numel() > 0
+    if not plain or bool((weight.view(torch.uint8) & 127 == 127).any()):
+        return pack_linear(reference_quant.pack_fp8(weight, scales).weight.bfloat16(), bias)
+    n, k = weight.shape
+    padded = -(-k // 32) * 32
+    group = 128 if blocked else padded
+    if blocked:
+        by_output = scales.float().repeat_interleave(128, 0)[:n]
+    else:
+        by_output = scales.float().reshape(-1, 1).expand(n, 1)
+    laid = _by_panel(by_output).view(torch.float32).contiguous()
+    panels = pack_panels(weight.contiguous())
+    struct = _Fp8(panels.data_ptr(), laid.data_ptr(), padded, group, by_output.shape[1])
+    return packed_linear(panels, E4M3, n, k, bias, ctypes.addressof(struct), (laid, struct))
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> PackedLinear:

@@ -12,7 +12,7 @@ from kvern_kernels import build
 FLAGS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment"]
 VARIANTS = ("portable", "avx2")
 TESTS = [
-    *("test_linear_kernel.py", "test_linear_quantized.py", "test_moe_kernel.py"),
+    *("test_linear_kernel.py", "test_linear_quantized.py", "test_linear_fp8.py", "test_moe_kernel.py"),
     *("test_attention_kernel.py", "test_elementwise_kernels.py", "test_decoder_kernel.py"),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvern_kernels import cpu, reference, reference_quant
+from kvern_kernels.cpu_linear import QUANTIZED
 from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES, gguf_block_length
 
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2)}
@@ -100,7 +101,7 @@ def test_gguf_dequantizes_as_the_gguf_library_does(linear_variant: str, kind: st
 def test_packing_keeps_every_value(linear_variant: str, name: str) -> None:
     for n, k in shapes(name):
         packed, weight = made(name, n, k, None)
-        assert isinstance(packed, cpu.PackedLinear) and packed.type == cpu.QUANTIZED
+        assert isinstance(packed, cpu.PackedLinear) and packed.type == QUANTIZED
         if name == "gptq-wide":  # scale · (code − zero) in two roundings
             torch.testing.assert_close(cpu.dequantize(packed), weight, rtol=1e-6, atol=1e-6)
         else:

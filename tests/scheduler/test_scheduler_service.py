@@ -12,6 +12,8 @@ from scheduler.scheduler_harness import SIM, Cluster, SimWorker, make_submit
 from kvern.v1 import error_pb2, sampling_pb2, session_pb2
 from kvern_scheduler import engine
 from kvern_scheduler.core.requests import sequence_seed
+from kvern_scheduler.store.base import Leadership
+from kvern_scheduler.store.memory import MemoryStore
 from kvern_worker.sim import continue_greedily
 
 PROMPT = list(range(30, 60))
@@ -276,6 +278,50 @@ async def test_a_restarted_scheduler_goes_on(cluster: Cluster) -> None:
     assert second.welcome is not None and second.welcome.epoch == 2
     # The blocks that were committed to the index are still in the worker: little was computed again.
     assert cluster.workers[0].executor.num_prefilled - prefilled < 4 * SIM.block_size
+
+
+async def test_a_named_request_that_nobody_comes_back_for_ends_after_its_grace(cluster: Cluster) -> None:
+    cluster.flags = ["--orphan-grace-s", "0.3"]
+    cluster.workers[0].config = replace(SIM, step_us=50_000)
+    await cluster.start()
+    first = await cluster.gateway()
+    await first.submit(1, PROMPT, 350, request_id="a", resumable=True)
+    await first.until(lambda: bool(first.tokens.get(1)))
+    await first.close()
+    second = await cluster.gateway()
+    async with asyncio.timeout(10):  # all of its steps take 17 s
+        while (await second.status()).groups[0].num_running:
+            await asyncio.sleep(0.02)
+    await second.send(attaches=[session_pb2.Attach(handle=1, request_id="a")])
+    await second.finish(1)
+    assert second.finished[1].reason == sampling_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_scheduler_that_stops_aborts_nothing_however_short_the_grace(cluster: Cluster) -> None:
+    """Its sessions break because it stops: their requests are the next leader's."""
+    cluster.flags = ["--orphan-grace-s", "0"]
+    cluster.workers[0].config = replace(SIM, step_us=2000)
+    await cluster.start()
+    first = await cluster.gateway()
+    await first.submit(1, PROMPT, 200, request_id="a", resumable=True)
+    await first.until(lambda: len(first.tokens.get(1, [])) > 5)
+    await cluster.stop_scheduler()
+    await first.close()
+    cluster.flags = []
+    await cluster.start_scheduler()
+    second = await cluster.gateway()
+    await second.send(attaches=[session_pb2.Attach(handle=1, request_id="a")])
+    await second.finish(1)
+    assert second.tokens[1] == continue_greedily(PROMPT, 200, SIM)
+    assert second.finished[1].reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_scheduler_that_stops_gives_its_lease_back(cluster: Cluster) -> None:
+    cluster.store = MemoryStore(lease_s=60.0)
+    await cluster.start()
+    await cluster.gateway()
+    await cluster.stop_scheduler()
+    assert isinstance(await cluster.store.acquire("another", "elsewhere"), Leadership)
 
 
 async def test_a_fenced_scheduler_stops(cluster: Cluster) -> None:

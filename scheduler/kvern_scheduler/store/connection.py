@@ -42,8 +42,9 @@ class Connection:
         self._connection: Any = ConnectionPool.from_url(
             url,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
+            # Ours: the library's are a task for each write, which waits for whatever else is ready.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             decode_responses=False,
         ).make_connection()  # type: ignore[no-untyped-call]
         self._lock = asyncio.Lock()
@@ -68,16 +69,24 @@ class Connection:
 
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         connection, answers = self._connection, []
+        now = asyncio.get_running_loop().time
         try:
-            if not connection.is_connected:
-                await connection.connect()
-            for start in range(0, len(commands), _BATCH):
-                batch = commands[start : start + _BATCH]
-                packed = (
-                    connection.pack_command(*batch[0]) if len(batch) == 1 else connection.pack_commands(batch)
-                )
-                await connection.send_packed_command(packed)
-                answers += [await connection.read_response() for _ in batch]
+            # For each answer.
+            async with asyncio.timeout(TIMEOUT_S) as limit:
+                if not connection.is_connected:
+                    await connection.connect()
+                    limit.reschedule(now() + TIMEOUT_S)
+                for start in range(0, len(commands), _BATCH):
+                    batch = commands[start : start + _BATCH]
+                    packed = (
+                        connection.pack_command(*batch[0])
+                        if len(batch) == 1
+                        else connection.pack_commands(batch)
+                    )
+                    await connection.send_packed_command(packed)
+                    for _ in batch:
+                        answers.append(await connection.read_response())
+                        limit.reschedule(now() + TIMEOUT_S)
         except (RedisError, OSError, TimeoutError) as error:
             await connection.disconnect()
             raise explain(error) from error
@@ -125,4 +134,6 @@ def explain(error: Exception) -> StoreUnavailable:
             return LibraryMissing("its function library is missing; loading it again")
         case ResponseError():
             return StoreUnavailable(f"it refused a command ({said})")
+        case TimeoutError():
+            return StoreUnavailable(f"TimeoutError: no answer within {TIMEOUT_S:g} s")
     return StoreUnavailable(f"{type(error).__name__}: {said}")

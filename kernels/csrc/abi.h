@@ -92,6 +92,8 @@ struct Attention {
   float scale, value_scale, softcap;  // value_scale multiplies the result
   int64_t window;
   const float *slopes, *sinks;  // of ALiBi, and logits of a key without a value; [query_heads] or null
+  bool causal;
+  const int32_t* key_ends;  // [tokens]: a query also sees the keys from its own up to this; or null
   int threads;
 };
 
@@ -123,11 +125,13 @@ struct Norm {
   int threads;
 };
 
+enum Activation : int32_t { SILU = 0, GELU = 1, SWIGLU_OAI = 2 };
+
 struct Gate {
   Rows x;     // [rows, 2 * inner]
   void* out;  // [rows, inner] contiguous
   int64_t rows, inner;
-  bool gelu;
+  Activation activation;
   int threads;
 };
 

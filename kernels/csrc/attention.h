@@ -19,10 +19,10 @@ namespace KVERN_ISA {
 constexpr int64_t QUERY_ROWS = 128;             // rows of a task at most, unless a single token has more heads
 constexpr int64_t GROUPS_AT_ONCE = 4;           // groups packed before they are used, while they are in the cache
 
-// A tile of query rows: `tokens` tokens from `token` on, the first of them at key position `first_key`.
+// A tile of query rows: `tokens` tokens from `token` on, the first of them at key position `first_key`; none of them
+// sees keys from `end` on.
 struct Queries {
-  int64_t sequence, token, tokens, first_key;
-  int64_t end() const { return first_key + tokens; }  // keys that its last token sees
+  int64_t sequence, token, tokens, first_key, end;
 };
 
 // M: the arithmetic; T: the cache's type.
@@ -152,11 +152,18 @@ struct Walk {
     }
   }
 
+  // Where the keys end that a row sees.
+  int64_t end_of(const Queries& w, int64_t r) const {
+    const int64_t key = w.first_key + r / group, length = a.seq_lens[w.sequence];
+    const int64_t end = a.causal ? key + 1 : a.window > 0 ? least(key + a.window, length) : length;
+    return a.key_ends ? most(end, least(a.key_ends[w.token + r / group], length)) : end;
+  }
+
   // The part from key `begin` on, folded into `out`, or put there as it is.
   void part(const Queries& w, int64_t head, int64_t begin, const Buffers& b, const State& out, bool folding) const {
-    const int64_t rows = w.tokens * group, length = least(w.end() - begin, PART);
+    const int64_t rows = w.tokens * group, length = least(w.end - begin, PART);
     const Source<T> source = {a.cache, a.block_tables + w.sequence * a.table_row, head, b.stage};
-    Part p = {source, begin, w.end()};
+    Part p = {source, begin, w.end};
     p.in_place = __is_same(Word, T) && p.source.dense();
     p.once = rows <= M::BAND;
     p.c.key_row = p.in_place ? a.cache.key_strides[3] : LANES;
@@ -165,11 +172,15 @@ struct Walk {
       const int64_t count = least(rows - row, M::BAND);
       auto key_of = [&](int64_t r) { return w.first_key + r / group - begin; };  // the row's own key
       auto first_of = [&](int64_t r) { return a.window > 0 ? most(key_of(r) - a.window + 1, 0) : 0; };
-      auto last_of = [&](int64_t r) { return least(key_of(r) + 1, length); };
+      auto last_of = [&](int64_t r) { return least(end_of(w, r) - begin, length); };
       if (!folding) {
         for (int64_t r = row; r < row + count; ++r) out.maximum[r] = NEVER;
       }
-      const int64_t first = first_of(row), last = last_of(row + count - 1);
+      const int64_t first = first_of(row);
+      int64_t last = last_of(row + count - 1);
+      if (a.key_ends) {  // the only rule by which a later row may see less
+        for (int64_t r = row; r < row + count; ++r) last = most(last, last_of(r));
+      }
       if (first >= last) continue;
       const int64_t from = first / M::KEY_MULTIPLE * M::KEY_MULTIPLE, to = round_up(last, M::KEY_MULTIPLE);
       if (b.begun != count) M::begin(count), b.begun = count;
@@ -268,7 +279,8 @@ void Walk<M, T>::run() {
   for (int64_t s = 0; s < a.sequences; ++s) {
     const int64_t count = a.query_start[s + 1] - a.query_start[s];
     for (int64_t t = 0; t < count; t += tile_tokens) {
-      work[n++] = {s, a.query_start[s] + t, least(count - t, tile_tokens), a.seq_lens[s] - count + t};
+      Queries& w = work[n++] = {s, a.query_start[s] + t, least(count - t, tile_tokens), a.seq_lens[s] - count + t, 0};
+      for (int64_t r = 0; r < w.tokens * group; r += group) w.end = most(w.end, end_of(w, r));
     }
   }
   const int64_t parts = (keys + PART - 1) / PART, pairs = items * c.heads;
@@ -282,14 +294,14 @@ void Walk<M, T>::run() {
     const Queries& w = work[pair / c.heads];
     if (divide) {
       const int64_t begin = task % parts * PART;
-      if (begin >= w.end()) return;
+      if (begin >= w.end) return;
       load_queries(w, head, b.q);
       part(w, head, begin, b, state_at(states + task * state_floats(rows_max), rows_max), false);
     } else {
       load_queries(w, head, b.q);
       clear(b.total, w.tokens * group, width);
       const int64_t seen = a.window > 0 ? most(w.first_key - a.window + 1, 0) : 0;
-      for (int64_t begin = seen / PART * PART; begin < w.end(); begin += PART) {
+      for (int64_t begin = seen / PART * PART; begin < w.end; begin += PART) {
         part(w, head, begin, b, b.total, true);
       }
       write(w, head, b.total);
@@ -301,7 +313,7 @@ void Walk<M, T>::run() {
     const Queries& w = work[pair / c.heads];
     const State total = carve(buffers + thread * bytes).total;
     clear(total, w.tokens * group, width);
-    for (int64_t i = 0; i * PART < w.end(); ++i) {
+    for (int64_t i = 0; i * PART < w.end; ++i) {
       const State s = state_at(states + (pair * parts + i) * state_floats(rows_max), rows_max);
       for (int64_t r = 0; r < w.tokens * group; ++r) {
         if (s.maximum[r] == NEVER) continue;

@@ -59,7 +59,8 @@ struct Runner {
   Attention attention(const Layer& l, const void* q, void* out) const {
     const Cache cache = cache_of(l.keys, l.values, l.shape);
     return {{q, s.query_heads * cache.dim, cache.dim, type}, out, nullptr, s.query_heads, cache, s.tables, s.table_row,
-            s.query_start, s.seq_lens, s.sequences, s.scale, 1.0f, s.softcap, l.window, nullptr, nullptr, threads};
+            s.query_start, s.seq_lens, s.sequences, s.scale, 1.0f, s.softcap, l.window, nullptr, nullptr, true,
+            nullptr, threads};
   }
 
   void run(const Layer* layers, int64_t count) const {
@@ -86,7 +87,7 @@ struct Runner {
       project(mixed, l.o, s.hidden_out);
       normalize(s.hidden_out, s.residual_out, l.post_norm, normed);
       project(normed, l.gate_up, gates);
-      ops.gate({{gates, 2 * inner, 0, type}, gated, s.tokens, inner, s.gelu != 0, threads});
+      ops.gate({{gates, 2 * inner, 0, type}, gated, s.tokens, inner, s.gelu ? GELU : SILU, threads});
       project(gated, l.down, s.hidden_out);
     }
   }

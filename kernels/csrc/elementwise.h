@@ -201,6 +201,17 @@ INLINE V16 gelu_tanh(V16 x) {
   return x / (set1(1.0f) + exp(set1(-2.0f) * u));
 }
 
+// g sigmoid(1.702 g) (u + 1) of a gate up to 7 and u within 7 of 0 (GPT-OSS).
+INLINE V16 swiglu_oai(V16 gate, V16 up) {
+  // The bound comes first: what comes second is kept if it is NaN.
+  const V16 g = min(set1(7.0f), gate), u = min(set1(7.0f), max(set1(-7.0f), up));
+  return g / (set1(1.0f) + exp(set1(-1.702f) * g)) * (u + set1(1.0f));
+}
+INLINE V16 gated(kvern::Activation activation, V16 gate, V16 up) {
+  if (activation == kvern::SWIGLU_OAI) return swiglu_oai(gate, up);
+  return (activation == kvern::GELU ? gelu_tanh(gate) : silu(gate)) * up;
+}
+
 static void gate(const kvern::Gate& a) {
   typed(a.x.type, a.x.data, [&](auto* x) {
     using X = plain<decltype(*x)>;
@@ -208,8 +219,7 @@ static void gate(const kvern::Gate& a) {
       const X *gates = x + r * a.x.row, *ups = gates + a.inner;
       X* out = (X*)a.out + r * a.inner;
       by_lanes(a.inner, [&](int64_t i, int count) {
-        V16 g = get(gates + i, count);
-        put(out + i, (a.gelu ? gelu_tanh(g) : silu(g)) * get(ups + i, count), count);
+        put(out + i, gated(a.activation, get(gates + i, count), get(ups + i, count)), count);
       });
     });
   });

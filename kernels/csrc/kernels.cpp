@@ -49,7 +49,7 @@ void* scratch(int slot, int64_t bytes) {
   return b.data;
 }
 
-static Ops variants[5];
+static Ops variants[6];
 static int variant_count = 0;
 static const Ops* current = nullptr;
 
@@ -215,9 +215,11 @@ EXPORT int kvern_attention(int threads, const void* q, int64_t q_row, int64_t q_
                            int64_t tokens, int64_t query_heads, void* keys, void* values, const int64_t* shape,
                            const int32_t* tables, int64_t table_row, int64_t max_blocks, const int32_t* query_start,
                            const int32_t* seq_lens, int64_t sequences, float scale, float value_scale,
-                           float softcap, int64_t window, const float* slopes, const float* sinks) {
+                           float softcap, int64_t window, const float* slopes, const float* sinks, int causal,
+                           const int32_t* key_ends) {
   Attention a = {{q, q_row, q_head, (Type)q_type}, out, lse, query_heads, cache_of(keys, values, shape), tables,
-                 table_row, query_start, seq_lens, sequences, scale, value_scale, softcap, window, slopes, sinks, threads};
+                 table_row, query_start, seq_lens, sequences, scale, value_scale, softcap, window, slopes, sinks,
+                 causal != 0, key_ends, threads};
   if (!tables_fit(a, tokens, max_blocks)) return OUT_OF_RANGE;
   current->attention(a);
   return OK;
@@ -247,8 +249,8 @@ EXPORT void kvern_norm(int threads, const void* x, int64_t x_row, const void* re
 }
 
 EXPORT void kvern_gate(int threads, const void* x, int64_t x_row, int type, void* out, int64_t rows, int64_t inner,
-                       int gelu) {
-  current->gate({{x, x_row, 0, (Type)type}, out, rows, inner, gelu != 0, threads});
+                       int activation) {
+  current->gate({{x, x_row, 0, (Type)type}, out, rows, inner, (Activation)activation, threads});
 }
 
 // Block sources[i] → targets[i] of both caches, whose blocks are contiguous.

@@ -15,7 +15,7 @@ struct Experts {
   const Projection *gate_up, *down;  // [count]
   int64_t count, total;              // held here; ids of the model
   const int32_t* map;                // [total]: place among those held or -1; null: ids are places
-  int64_t width, inner, gelu;
+  int64_t width, inner, activation;
 };
 
 int64_t place_of(const Experts& e, int32_t id) {
@@ -131,7 +131,7 @@ EXPORT void kvern_moe(int threads, const Experts* experts, const void* x, int64_
     char *gate = gates + begin * 2 * e.inner * size, *product = products + begin * e.inner * size;
     ops.linear({gathered + begin * row, e.width, t, up.weight, (Type)up.type, (const float*)up.bias, gate, t, rows, up.n,
                 up.k, inside});
-    ops.gate({{gate, 2 * e.inner, 0, t}, product, rows, e.inner, e.gelu != 0, inside});
+    ops.gate({{gate, 2 * e.inner, 0, t}, product, rows, e.inner, (Activation)e.activation, inside});
     ops.linear({product, e.inner, t, down.weight, (Type)down.type, (const float*)down.bias, outputs + begin * e.width,
                 F32, rows, down.n, down.k, inside});
   });

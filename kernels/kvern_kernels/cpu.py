@@ -15,6 +15,7 @@ from kvern_kernels.cpu_elementwise import gelu_and_mul as gelu_and_mul
 from kvern_kernels.cpu_elementwise import rms_norm as rms_norm
 from kvern_kernels.cpu_elementwise import rope_and_store as rope_and_store
 from kvern_kernels.cpu_elementwise import silu_and_mul as silu_and_mul
+from kvern_kernels.cpu_elementwise import swiglu_and_mul as swiglu_and_mul
 from kvern_kernels.cpu_linear import PackedLinear as PackedLinear
 from kvern_kernels.cpu_linear import dequantize as dequantize
 from kvern_kernels.cpu_linear import linear as linear

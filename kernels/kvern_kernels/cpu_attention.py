@@ -45,8 +45,7 @@ def paged_attention(
 ) -> Tensor:
     """See reference.paged_attention. Raises ValueError when a length or block id is out of range."""
     type_ = TYPES.get(q.dtype)
-    later_keys = not options.causal or key_ends is not None
-    if type_ is None or k_cache.dtype not in KV_TYPES or later_keys:
+    if type_ is None or k_cache.dtype not in KV_TYPES:
         return reference.paged_attention(
             *(q, k_cache, v_cache, block_tables, query_start, seq_lens, options, lse, key_ends)
         )
@@ -71,9 +70,15 @@ def paged_attention(
         *(threads(), q.data_ptr(), q_row, q_head, type_, out.data_ptr(), address_of(lse), tokens, heads),
         *(k_cache.data_ptr(), v_cache.data_ptr(), cache_layout(k_cache, v_cache), block_tables.data_ptr()),
         *(block_tables.stride(0), block_tables.shape[1], query_start.data_ptr(), seq_lens.data_ptr()),
-        *(seq_lens.shape[0], options.scale * options.k_scale, options.v_scale),
-        *(options.softcap, options.window),
+        *(
+            seq_lens.shape[0],
+            options.scale * options.k_scale,
+            options.v_scale,
+            options.softcap,
+            options.window,
+        ),
         *(_per_head("alibi", options.alibi, heads), _per_head("sinks", options.sinks, heads)),
+        *(options.causal, _key_ends(key_ends, tokens)),
     )
     if status:
         raise ValueError(
@@ -86,6 +91,12 @@ def paged_attention(
 def _per_head(name: str, x: Tensor | None, heads: int) -> int | None:
     if x is not None and (x.dtype != torch.float32 or x.shape != (heads,) or not x.is_contiguous()):
         raise ValueError(f"{name} must be float32 [{heads}] and dense, not {x.dtype} {list(x.shape)}")
+    return address_of(x)
+
+
+def _key_ends(x: Tensor | None, tokens: int) -> int | None:
+    if x is not None and (x.dtype != torch.int32 or x.shape != (tokens,) or not x.is_contiguous()):
+        raise ValueError(f"key_ends must be int32 [{tokens}] and dense, not {x.dtype} {list(x.shape)}")
     return address_of(x)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from kvern_kernels.cpu_attention import cache_layout
 from kvern_kernels.cpu_base import KV_TYPES, LIBRARY, TYPES, address_of, dense, threads
 
 _norm, _gate, _rope = LIBRARY.kvern_norm, LIBRARY.kvern_gate, LIBRARY.kvern_rope_and_store
+ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}  # csrc/abi.h
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,22 +52,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See reference.silu_and_mul."""
-    return _gated(x, gelu=False)
+    return _gated(x, "silu", reference.silu_and_mul)
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
     """See reference.gelu_and_mul."""
-    return _gated(x, gelu=True)
+    return _gated(x, "gelu", reference.gelu_and_mul)
 
 
-def _gated(x: Tensor, gelu: bool) -> Tensor:
+def swiglu_and_mul(x: Tensor) -> Tensor:
+    """See reference.swiglu_and_mul."""
+    return _gated(x, "swiglu_oai", reference.swiglu_and_mul)
+
+
+def _gated(x: Tensor, activation: str, plain: Callable[[Tensor], Tensor]) -> Tensor:
     x_type = TYPES.get(x.dtype)
     if x_type is None or x.dim() != 2:
-        return reference.gelu_and_mul(x) if gelu else reference.silu_and_mul(x)
+        return plain(x)
     x = dense(x)
     rows, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, inner), dtype=x.dtype)
-    _gate(threads(), x.data_ptr(), x.stride(0), x_type, out.data_ptr(), rows, inner, gelu)
+    _gate(threads(), x.data_ptr(), x.stride(0), x_type, out.data_ptr(), rows, inner, ACTIVATIONS[activation])
     return out
 
 

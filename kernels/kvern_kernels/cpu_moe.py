@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvern_kernels import reference_moe
 from kvern_kernels.cpu_base import LIBRARY, TYPES, threads
+from kvern_kernels.cpu_elementwise import ACTIVATIONS
 from kvern_kernels.cpu_linear import PackedLinear, Projection, projection
 
 
@@ -25,7 +26,7 @@ class _Experts(ctypes.Structure):
         ("map", c_void_p),
         ("width", c_int64),
         ("inner", c_int64),
-        ("gelu", c_int64),
+        ("activation", c_int64),
     ]
 
 
@@ -49,7 +50,7 @@ def pack_experts(
     """See reference_moe.pack_experts."""
     reference_moe.check_experts(gate_up, down, activation)
     known = all(isinstance(p, PackedLinear) for p in (*gate_up, *down))
-    if not known or activation not in ("silu", "gelu"):
+    if not known or activation not in ACTIVATIONS:
         return reference_moe.pack_experts(gate_up, down, activation)
     arrays = [(Projection * len(side))(*[projection(p) for p in side]) for side in (gate_up, down)]
     return PackedExperts(tuple(gate_up), tuple(down), activation, (arrays[0], arrays[1]))
@@ -106,7 +107,7 @@ def fused_moe(
     struct = _Experts(
         *(ctypes.addressof(side) for side in experts.structs),
         *(count, count if place is None else place.shape[0], None if place is None else place.data_ptr()),
-        *(width, experts.down[0].in_features, experts.activation == "gelu"),
+        *(width, experts.down[0].in_features, ACTIVATIONS[experts.activation]),
     )
     out = torch.empty(x.shape[0], width)
     LIBRARY.kvern_moe(

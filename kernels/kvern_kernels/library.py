@@ -23,7 +23,7 @@ SIGNATURES: dict[str, list[type]] = {
         *[c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int64],
         *[c_void_p] * 4,
         *[c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_int64],
-        *[c_void_p] * 2,
+        *[c_void_p, c_void_p, c_int, c_void_p],
     ],
     "kvern_rope_and_store": [
         c_int,

@@ -1,7 +1,5 @@
 """Norms, rotary embedding and KV store, gated activations, block copies: against the reference."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -32,23 +30,27 @@ def test_norms(variant: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul", "swiglu_and_mul"])
 def test_gated_activations(variant: str, dtype: torch.dtype, op: str) -> None:
     for rows, inner in [(0, 4), (1, 1), (3, 21), (40, 1536)]:
         x = (torch.randn(rows, 2 * inner + 3) * 5).to(dtype)[:, 3:]
-        act = (
-            torch.nn.functional.silu
-            if op == "silu_and_mul"
-            else partial(torch.nn.functional.gelu, approximate="tanh")
-        )
         gate, up = x.double().chunk(2, dim=-1)
-        expected = (act(gate) * up).to(dtype)
+        if op == "swiglu_and_mul":  # as in transformers' GptOssExperts
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            expected = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(dtype)
+        elif op == "gelu_and_mul":
+            expected = (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(dtype)
+        else:
+            expected = (torch.nn.functional.silu(gate) * up).to(dtype)
         torch.testing.assert_close(getattr(cpu, op)(x), expected, **tolerance(dtype))
         torch.testing.assert_close(getattr(reference, op)(x), expected, **(tolerance(dtype) | {"atol": 1e-5}))
     extremes = torch.tensor([[-1e30, -90.0, -88.0, 90.0, 1.0, 1.0, 1.0, 1.0]])
     torch.testing.assert_close(
         getattr(cpu, op)(extremes), getattr(reference, op)(extremes), rtol=1e-5, atol=1e-30
     )
+    spoilt = torch.ones(2, 8)
+    spoilt[0, 1] = spoilt[1, 6] = float("nan")  # a row's error is seen, and its neighbours' is none
+    assert torch.equal(getattr(cpu, op)(spoilt).isnan(), torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0]]).bool())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

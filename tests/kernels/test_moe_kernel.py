@@ -52,9 +52,9 @@ def test_experts_match_a_plain_loop(linear_variant: str, kind: str, activation: 
         assert torch.equal(counts, torch.bincount(ids[ids >= 0].long(), minlength=EXPERTS).int())
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_token_has_the_same_bits_in_every_batch(linear_variant: str, threads: int) -> None:
-    packed, _ = experts("bfloat16")
+@pytest.mark.parametrize("threads,activation", [(1, "silu"), (2, "swiglu_oai"), (3, "silu")])
+def test_a_token_has_the_same_bits_in_every_batch(linear_variant: str, threads: int, activation: str) -> None:
+    packed, _ = experts("bfloat16", activation)
     x, chosen = torch.randn(60, WIDTH).bfloat16(), torch.rand(60, TOP_K)
     ids = torch.rand(60, EXPERTS).argsort(1)[:, :TOP_K].int()
     whole = cpu.fused_moe(x, chosen, ids, packed)

@@ -215,8 +215,8 @@ FAMILIES: dict[str, Family] = {
     "Granite-MoE, shared": Family(
         "GraniteMoeShared", {"num_local_experts": 4, "shared_intermediate_size": 48, **GRANITE}
     ),
-    "GPT-OSS": Family("GptOss", GPT_OSS, exact=False),
-    "GPT-OSS, MXFP4": Family("GptOss", GPT_OSS, change=to_mxfp4, exact=False),
+    "GPT-OSS": Family("GptOss", GPT_OSS),
+    "GPT-OSS, MXFP4": Family("GptOss", GPT_OSS, change=to_mxfp4),
     "DeepSeek-V2": Family(
         "DeepseekV2",
         {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},

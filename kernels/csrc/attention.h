@@ -93,8 +93,9 @@ struct Walk {
   struct Part {
     const Source<T> source;
     int64_t begin, end;  // of the part, of the sequence
-    bool in_place, once;
+    bool in_place, once, direct;
     Context<Word> c;
+    Context<T> elements;
     int64_t keys_ready = -1, values_ready = -1;  // groups before these are
 
     int64_t position(int64_t group) const { return begin + group * LANES; }
@@ -159,6 +160,31 @@ struct Walk {
     return a.key_ends ? most(end, least(a.key_ends[w.token + r / group], length)) : end;
   }
 
+  // As ready_keys and score (or ready_values and mix), of groups that lie as they are needed: few rows use each
+  // element too seldom for packing to pay. `whole`: the groups before the sequence's last, if that isn't full.
+  void score_direct(Part& p, int64_t group, int64_t whole, const Word* q, int64_t rows, const Buffers& b) const {
+    for (int64_t g = group; g < whole; ++g) {
+      const int64_t position = p.position(g), ahead = position + GROUPS_AT_ONCE * LANES;
+      if constexpr (SCALED<T>) {
+        p.source.scales(false, position, LANES, b.key_scales + g * LANES);
+        p.source.scales(true, position, LANES, b.value_scales + g * LANES);
+      }
+      if (ahead < p.end) p.source.prefetch_keys(ahead);
+      if (g >= GROUPS - GROUPS_AT_ONCE) p.source.prefetch_values(ahead - PART);
+      p.elements.keys[g] = p.source.key_at(position);
+    }
+    score<M>(q, rows, depth, p.elements, group, whole, b.scores);
+  }
+  void mix_direct(Part& p, int64_t first, int64_t last, int64_t rows, const Buffers& b) const {
+    for (int64_t g = first / LANES; g * LANES < last; ++g) {
+      const int64_t position = p.position(g), ahead = position + GROUPS_AT_ONCE * LANES;
+      if (ahead < p.end && g < GROUPS - GROUPS_AT_ONCE) p.source.prefetch_values(ahead);
+      if (ahead < p.end && g >= GROUPS - GROUPS_AT_ONCE) p.source.prefetch_keys(ahead);
+      p.elements.values[g] = p.source.value_at(position);
+    }
+    mix<M>(b.weights, rows, p.elements, first, last, b.band.acc, width);
+  }
+
   // The part from key `begin` on, folded into `out`, or put there as it is.
   void part(const Queries& w, int64_t head, int64_t begin, const Buffers& b, const State& out, bool folding) const {
     const int64_t rows = w.tokens * group, length = least(w.end - begin, PART);
@@ -166,6 +192,8 @@ struct Walk {
     Part p = {source, begin, w.end};
     p.in_place = __is_same(Word, T) && p.source.dense();
     p.once = rows <= M::BAND;
+    p.direct = M::FEW_ROWS >= rows && !p.in_place && sizeof(T) < 4 && p.source.dense() && a.cache.dim % M::WIDTH == 0;
+    p.elements.key_row = a.cache.key_strides[3], p.elements.value_row = a.cache.value_strides[2];
     p.c.key_row = p.in_place ? a.cache.key_strides[3] : LANES;
     p.c.value_row = p.in_place ? a.cache.value_strides[2] : width;
     for (int64_t row = 0; row < rows; row += M::BAND) {
@@ -187,6 +215,14 @@ struct Walk {
       if (p.keys_ready < 0) p.keys_ready = p.values_ready = from / LANES;
       for (int64_t g = from / LANES, until; g < to / LANES; g = until) {
         until = p.piece(g, p.keys_ready, to / LANES);
+        if constexpr (M::FEW_ROWS > 0) {
+          const int64_t whole = least(until, (p.end - p.begin) / LANES);
+          if (p.direct && whole > g) {
+            score_direct(p, g, whole, b.q, count, b);
+            p.keys_ready = until = whole;
+            continue;
+          }
+        }
         ready_keys(p, until, b);
         score<M>(b.q + row * depth, count, depth, p.c, g, until, b.scores);
       }
@@ -206,6 +242,14 @@ struct Walk {
       memset(b.band.acc, 0, count * width * 4);
       for (int64_t g = from / LANES, until; g < to / LANES; g = until) {
         until = p.once ? p.piece(g, p.values_ready, to / LANES) : to / LANES;
+        if constexpr (M::FEW_ROWS > 0) {
+          const int64_t whole = least(until, (p.end - p.begin) / LANES);
+          if (p.direct && whole > g) {
+            mix_direct(p, most(first, g * LANES), least(last, whole * LANES), count, b);
+            p.values_ready = until = whole;
+            continue;
+          }
+        }
         ready_values(p, until, b);
         const bool whole = M::KEY_MULTIPLE > LANES;
         mix<M>(b.weights, count, p.c, whole ? g * LANES : most(first, g * LANES),

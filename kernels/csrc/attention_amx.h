@@ -9,6 +9,7 @@ namespace KVERN_ISA {
 
 struct AmxMath : BF16Math {
   static constexpr int DEPTH_MULTIPLE = 16, BAND = 32;  // words; rows
+  static constexpr int64_t FEW_ROWS = 0;
   static constexpr int64_t KEY_MULTIPLE = 2 * LANES;
   // Waits for all that is under way, so it is called when the number of rows changes, and no oftener.
   INLINE void begin(int64_t rows) {
@@ -63,7 +64,7 @@ INLINE void tile_square(const uint32_t* a, int64_t a_row, bool lower, const uint
 }
 
 template <>
-void score<AmxMath>(const uint32_t* q, int64_t rows, int64_t depth, const Context<uint32_t>& c, int64_t first,
+void score<AmxMath, uint32_t>(const uint32_t* q, int64_t rows, int64_t depth, const Context<uint32_t>& c, int64_t first,
                               int64_t last, float* scores) {
   for (int64_t g = first; g < last; g += 2) {
     tile_square(q, depth, rows > TILE_ROWS_AMX, c.keys[g], c.keys[g + 1], LANES, TILE_ROWS_AMX * LANES, depth / LANES,
@@ -73,7 +74,7 @@ void score<AmxMath>(const uint32_t* q, int64_t rows, int64_t depth, const Contex
 
 // The groups' values lie one behind the other, and width has room for 32 columns.
 template <>
-void mix<AmxMath>(const uint32_t* weights, int64_t rows, const Context<uint32_t>& c, int64_t first,
+void mix<AmxMath, uint32_t>(const uint32_t* weights, int64_t rows, const Context<uint32_t>& c, int64_t first,
                             int64_t last, float* out, int64_t width) {
   const uint32_t* values = c.values[first / LANES];
   for (int64_t column = 0; column < width; column += 2 * LANES) {

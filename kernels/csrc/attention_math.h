@@ -21,10 +21,10 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A part of the context: of group g, word d of its 16 keys at keys[g] + d * key_row, and word row j of its values
-// at values[g] + j * value_row.
-template <class Word>
+// at values[g] + j * value_row. E: how operands lie, as words or as the cache's elements, which M::words pairs.
+template <class E>
 struct Context {
-  const Word *keys[GROUPS], *values[GROUPS];
+  const E *keys[GROUPS], *values[GROUPS];
   int64_t key_row, value_row;
 };
 
@@ -40,11 +40,13 @@ INLINE void with_count(int64_t n, F f) {
 struct F32Math {
   using Word = float;
   static constexpr int WIDTH = 1, DEPTH_MULTIPLE = 1, BAND = 24, EXP_DEGREE = 6;
+  static constexpr int64_t FEW_ROWS = TILE_ROWS;  // up to so many read the cache's elements where they lie
   static constexpr int64_t KEY_MULTIPLE = LANES;  // keys that a call takes at a time
   struct Lanes {
     V16 v;
   };
-  INLINE Lanes words(const Word* p) { return {load(p)}; }
+  template <class E>
+  INLINE Lanes words(const E* p, int64_t) { return {load(p)}; }
   INLINE V16 dot(Word row, Lanes b, V16 c) { return fma(set1(row), b.v, c); }
   INLINE void put_weights(float* weights, int64_t key, V16 w) { store(weights + key, w); }
   INLINE void begin(int64_t) {}  // before work on this many rows
@@ -52,14 +54,33 @@ struct F32Math {
 };
 
 #if defined(__AVX512BF16__)
+// 16 words (a[i], b[i]) of bfloat16.
+INLINE __m512i pair_rows(const bf16* a, const bf16* b) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
+  both = _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i*)b), 1);
+  return _mm512_permutexvar_epi16(order, both);
+}
+template <class T>
+  requires NARROW<T>
+INLINE __m512i pair_rows(const T* a, const T* b) {  // the upper halves of floats, which hold all of them
+  const __m512i x = _mm512_castps_si512(load(a).v), y = _mm512_castps_si512(load(b).v);
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(x, 16), y, upper, 0xf8);
+}
+
 struct BF16Math {
   using Word = uint32_t;
   static constexpr int WIDTH = 2, DEPTH_MULTIPLE = 1, BAND = 24, EXP_DEGREE = 4;
+  static constexpr int64_t FEW_ROWS = TILE_ROWS;
   static constexpr int64_t KEY_MULTIPLE = LANES;
   struct Lanes {
     __m512i v;
   };
-  INLINE Lanes words(const Word* p) { return {_mm512_loadu_si512(p)}; }
+  INLINE Lanes words(const Word* p, int64_t) { return {_mm512_loadu_si512(p)}; }
+  template <class E>
+  INLINE Lanes words(const E* p, int64_t row) { return {pair_rows(p, p + row)}; }
   INLINE V16 dot(Word row, Lanes b, V16 c) {
     return {_mm512_dpbf16_ps(c.v, (__m512bh)_mm512_set1_epi32((int)row), (__m512bh)b.v)};
   }
@@ -71,17 +92,23 @@ struct BF16Math {
 };
 #endif
 
-template <class M, int ROWS, int GROUPS_AT_ONCE>
-static void score_block(const typename M::Word* q, int64_t depth, const Context<typename M::Word>& c, int64_t group, float* scores) {
+// Elements of E that make a word of M's.
+template <class M, class E>
+constexpr int64_t PER_WORD = __is_same(E, typename M::Word) ? 1 : M::WIDTH;
+
+template <class M, int ROWS, int GROUPS_AT_ONCE, class E>
+static void score_block(const typename M::Word* q, int64_t depth, const Context<E>& c, int64_t group, float* scores) {
   V16 acc[ROWS][GROUPS_AT_ONCE];
-  const typename M::Word* keys[GROUPS_AT_ONCE];
+  const E* keys[GROUPS_AT_ONCE];
   UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) keys[g] = c.keys[group + g];
   UNROLL for (int r = 0; r < ROWS; ++r) {
     UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) acc[r][g] = zero();
   }
   for (int64_t d = 0; d < depth; ++d) {
     typename M::Lanes b[GROUPS_AT_ONCE];
-    UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) b[g] = M::words(keys[g] + d * c.key_row);
+    UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) {
+      b[g] = M::words(keys[g] + d * PER_WORD<M, E> * c.key_row, c.key_row);
+    }
     UNROLL for (int r = 0; r < ROWS; ++r) {
       UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) acc[r][g] = M::dot(q[r * depth + d], b[g], acc[r][g]);
     }
@@ -94,8 +121,8 @@ static void score_block(const typename M::Word* q, int64_t depth, const Context<
 }
 
 // scores[rows][SCORE_ROW] of the keys of groups [first, last); q is [rows][depth] words.
-template <class M>
-static void score(const typename M::Word* q, int64_t rows, int64_t depth, const Context<typename M::Word>& c, int64_t first,
+template <class M, class E>
+static void score(const typename M::Word* q, int64_t rows, int64_t depth, const Context<E>& c, int64_t first,
                   int64_t last, float* scores) {
   for (int64_t g = first; g < last; g += WIDE) {
     with_count<WIDE>(last - g, [&]<int COUNT>() {
@@ -108,8 +135,8 @@ static void score(const typename M::Word* q, int64_t rows, int64_t depth, const 
   }
 }
 
-template <class M, int ROWS, int COLUMNS>
-static void mix_block(const typename M::Word* weights, const Context<typename M::Word>& c, int64_t first, int64_t last, int64_t column,
+template <class M, int ROWS, int COLUMNS, class E>
+static void mix_block(const typename M::Word* weights, const Context<E>& c, int64_t first, int64_t last, int64_t column,
                       float* out, int64_t out_row) {
   constexpr int64_t row_words = SCORE_ROW / M::WIDTH, group_words = LANES / M::WIDTH;
   V16 acc[ROWS][COLUMNS];
@@ -119,10 +146,11 @@ static void mix_block(const typename M::Word* weights, const Context<typename M:
   const int64_t from = first / M::WIDTH, to = (last + M::WIDTH - 1) / M::WIDTH;  // word rows
   for (int64_t j = from; j < to;) {
     const int64_t g = j / group_words, end = (g + 1) * group_words < to ? (g + 1) * group_words : to;
-    const typename M::Word* row = c.values[g] + (j - g * group_words) * c.value_row + column;
-    for (; j < end; ++j, row += c.value_row) {
+    const int64_t step = PER_WORD<M, E> * c.value_row;
+    const E* row = c.values[g] + (j - g * group_words) * step + column;
+    for (; j < end; ++j, row += step) {
       typename M::Lanes b[COLUMNS];
-      UNROLL for (int i = 0; i < COLUMNS; ++i) b[i] = M::words(row + i * LANES);
+      UNROLL for (int i = 0; i < COLUMNS; ++i) b[i] = M::words(row + i * LANES, c.value_row);
       UNROLL for (int r = 0; r < ROWS; ++r) {
         UNROLL for (int i = 0; i < COLUMNS; ++i) acc[r][i] = M::dot(weights[r * row_words + j], b[i], acc[r][i]);
       }
@@ -134,8 +162,8 @@ static void mix_block(const typename M::Word* weights, const Context<typename M:
 }
 
 // out[rows][width] += weights[rows][keys first … last - 1] x values. A row's sum goes through the keys in order.
-template <class M>
-static void mix(const typename M::Word* weights, int64_t rows, const Context<typename M::Word>& c, int64_t first, int64_t last,
+template <class M, class E>
+static void mix(const typename M::Word* weights, int64_t rows, const Context<E>& c, int64_t first, int64_t last,
                 float* out, int64_t width) {
   constexpr int64_t row_words = SCORE_ROW / M::WIDTH;
   for (int64_t column = 0; column < width; column += WIDE * LANES) {

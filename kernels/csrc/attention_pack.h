@@ -6,24 +6,6 @@
 
 namespace KVERN_ISA {
 
-#if defined(__AVX512BF16__)
-// 16 words (a[i], b[i]) of bfloat16.
-INLINE void pair_rows(const bf16* a, const bf16* b, uint32_t* to) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
-  both = _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i*)b), 1);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
-}
-template <class T>
-  requires NARROW<T>
-INLINE void pair_rows(const T* a, const T* b, uint32_t* to) {  // the upper halves of floats, which hold all of them
-  const __m512i x = _mm512_castps_si512(load(a).v), y = _mm512_castps_si512(load(b).v);
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
-  _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(_mm512_srli_epi32(x, 16), y, upper, 0xf8));
-}
-#endif
-
 // `depth` word rows of 16 from `dim` rows of 16 elements, `row` apart; zeros after the last.
 template <class T>
 static void pack_rows(const T* from, int64_t row, int64_t dim, int64_t depth, float* to) {
@@ -42,28 +24,29 @@ static void pack_columns(const T* from, int64_t row, int64_t count, int64_t dim,
   }
 }
 #if defined(__AVX512BF16__)
+INLINE void store_words(uint32_t* to, __m512i words) { _mm512_storeu_si512(to, words); }
 template <class T>
 constexpr T NOTHING[LANES] = {};
 template <class T>
 static void pack_rows(const T* from, int64_t row, int64_t dim, int64_t depth, uint32_t* to) {
   int64_t d = 0;
-  for (; 2 * d + 1 < dim; ++d, from += 2 * row) pair_rows(from, from + row, to + d * LANES);
-  if (2 * d < dim) pair_rows(from, NOTHING<T>, to + d++ * LANES);
-  for (; d < depth; ++d) _mm512_storeu_si512(to + d * LANES, _mm512_setzero_si512());
+  for (; 2 * d + 1 < dim; ++d, from += 2 * row) store_words(to + d * LANES, pair_rows(from, from + row));
+  if (2 * d < dim) store_words(to + d++ * LANES, pair_rows(from, NOTHING<T>));
+  for (; d < depth; ++d) store_words(to + d * LANES, _mm512_setzero_si512());
 }
 template <class T>
 static void pack_columns(const T* from, int64_t row, int64_t count, int64_t dim, int64_t width, uint32_t* to) {
   for (int64_t j = 0; j < LANES; j += 2, from += 2 * row, to += width) {
     int64_t d = 0;
     if (j + 1 < count) {
-      for (; d + LANES <= dim; d += LANES) pair_rows(from + d, from + row + d, to + d);
+      for (; d + LANES <= dim; d += LANES) store_words(to + d, pair_rows(from + d, from + row + d));
     }
     for (; d < width; d += LANES) {
       T ends[2][LANES] = {};
       const int64_t left = least(dim - d, LANES);
       if (left > 0 && j < count) memcpy(ends[0], from + d, left * sizeof(T));
       if (left > 0 && j + 1 < count) memcpy(ends[1], from + row + d, left * sizeof(T));
-      pair_rows(ends[0], ends[1], to + d);
+      store_words(to + d, pair_rows(ends[0], ends[1]));
     }
   }
 }

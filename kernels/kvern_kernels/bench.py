@@ -245,3 +245,9 @@ def report(only: str | None = None) -> None:
             f"{row['limit_fraction']:9.0%}{row['gb_per_s']:8.1f}{row['gflop_per_s']:9.0f}{ratio:>9}",
             flush=True,
         )
+
+
+# Last, since it builds on the cases above.
+from kvern_kernels.bench_attention import attention_cases  # noqa: E402
+
+CASES.append(attention_cases)

@@ -77,7 +77,7 @@ MAMBA = {
 @dataclass(frozen=True)
 class Family:
     """``prefix``: of the classes in transformers. ``max_model_len``: what the worker is told. ``change`` may rewrite the
-    model and its saved folder alike. ``exact``: bits depend on nothing but a sequence's own tokens.
+    model and its saved folder alike.
     ``state_block_size``: of a hybrid, tokens between checkpoints of its states."""
 
     prefix: str
@@ -85,7 +85,6 @@ class Family:
     model_class: str = ""
     max_model_len: int | None = None
     change: Callable[[Any, Path], None] | None = None
-    exact: bool = True
     state_block_size: int | None = None
 
     @property

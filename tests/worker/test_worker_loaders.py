@@ -55,8 +55,8 @@ def write_gguf(path: Path, folder: Path, tied: bool, quant: gguf.GGMLQuantizatio
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(float((config.get("rope_parameters") or {}).get("rope_theta", 10_000.0)))
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_eos_token_id(2)
     writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
@@ -69,7 +69,7 @@ def write_gguf(path: Path, folder: Path, tied: bool, quant: gguf.GGMLQuantizatio
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tied and name == "lm_head.weight":
             continue
-        value = tensor.numpy()
+        value = tensor.float().numpy()
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if part in name:
                 count = config[heads]

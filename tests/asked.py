@@ -177,9 +177,14 @@ ROWS: dict[str, list[Row]] = {
     "LoRA, embeddings and multimodal": [
         Row(
             "`--enable-lora`, `--lora-modules`",
-            "the worker's part: PEFT files, slots, kernels for a mixed batch",
-            ("kernels/test_lora_kernel.py", "worker/test_worker_adapters.py"),
-            f"scheduler and gateway; {REFUSED}",
+            "PEFT files, slots and their turns, kernels for a mixed batch, block hashes",
+            (
+                "kernels/test_lora_kernel.py",
+                "worker/test_worker_adapters.py",
+                "scheduler/test_core_adapters.py",
+                "contract/test_block_hash.py",
+            ),
+            f"loading, names and surfaces; {REFUSED}",
         ),
         Row(
             "`--runner pooling`, `--pooler-config`, `/v1/embeddings`, BERT encoders",

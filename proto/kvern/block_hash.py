@@ -18,9 +18,18 @@ HASH_BYTES = 32
 ROOT_HASH = hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
-def _extra_keys(cache_salt: str) -> bytes:
-    """What a first block's hash depends on besides tokens, encoded; later blocks depend on it by their parent."""
-    return cbor2.dumps((("cache_salt", cache_salt),) if cache_salt else None, canonical=True)
+Lora = tuple[str, str]
+"""Name and path of an adapter, as every block's hash has them."""
+NO_EXTRA = cbor2.dumps(None, canonical=True)
+
+
+def extra_keys(lora: Lora | None = None, cache_salt: str = "") -> bytes:
+    """What a block's hash depends on besides tokens, encoded. Only a first block has ``cache_salt``; later ones depend
+    on it by their parent."""
+    keys: list[tuple[str, ...]] = [("lora", *lora)] if lora else []
+    if cache_salt:
+        keys.append(("cache_salt", cache_salt))
+    return cbor2.dumps(tuple(keys), canonical=True) if keys else NO_EXTRA
 
 
 # Canonical CBOR of an unsigned integer: from which value on it takes another form, that form's head (already left of the
@@ -42,35 +51,46 @@ def _encode_blocks(blocks: npt.NDArray[np.int32]) -> list[bytes]:
     return [head + packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _hash(parent: bytes, encoded_tokens: bytes, encoded_extra: bytes = b"\xf6") -> bytes:
+def _hash(parent: bytes, encoded_tokens: bytes, encoded_extra: bytes = NO_EXTRA) -> bytes:
     """SHA-256 of an array of three: a 32-byte string, an array of tokens, and the extra keys or null."""
     return hashlib.sha256(b"\x83\x58\x20%b%b%b" % (parent, encoded_tokens, encoded_extra)).digest()
 
 
-def hash_blocks(parents: Iterable[bytes], blocks: npt.NDArray[np.int32]) -> list[bytes]:
+def hash_blocks(
+    parents: Iterable[bytes], blocks: npt.NDArray[np.int32], extras: Iterable[bytes] | None = None
+) -> list[bytes]:
     """Hashes of blocks of different sequences, none of them a sequence's first: ``blocks`` int32 [num_blocks,
-    block_size], ``parents`` the hash of the block before each."""
-    return list(map(_hash, parents, _encode_blocks(blocks)))
+    block_size], ``parents`` the hash of the block before each, ``extras`` what ``extra_keys`` says of each."""
+    if extras is None:
+        return list(map(_hash, parents, _encode_blocks(blocks)))
+    return list(map(_hash, parents, _encode_blocks(blocks), extras))
 
 
 def extend_hashes(
-    hashes: list[bytes], token_ids: npt.NDArray[np.int32], block_size: int, cache_salt: str = ""
+    hashes: list[bytes],
+    token_ids: npt.NDArray[np.int32],
+    block_size: int,
+    cache_salt: str = "",
+    lora: Lora | None = None,
 ) -> None:
     """Appends the hashes of the full blocks of ``token_ids``, which follow the blocks that ``hashes`` covers. A last
     partial block has none."""
     num_blocks = token_ids.size // block_size
     blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
+    later = extra_keys(lora)
     for encoded in _encode_blocks(blocks):
         if hashes:
-            hashes.append(_hash(hashes[-1], encoded))
+            hashes.append(_hash(hashes[-1], encoded, later))
         else:
-            hashes.append(_hash(ROOT_HASH, encoded, _extra_keys(cache_salt)))
+            hashes.append(_hash(ROOT_HASH, encoded, extra_keys(lora, cache_salt)))
 
 
-def hash_prompt(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[bytes]:
+def hash_prompt(
+    token_ids: Sequence[int], block_size: int, cache_salt: str = "", lora: Lora | None = None
+) -> list[bytes]:
     """Hashes of the full blocks of ``token_ids``, in order; a last partial block has none."""
     hashes: list[bytes] = []
-    extend_hashes(hashes, np.array(token_ids, np.int32), block_size, cache_salt)
+    extend_hashes(hashes, np.array(token_ids, np.int32), block_size, cache_salt, lora)
     return hashes
 
 

@@ -52,6 +52,7 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
         block_generations=pack_u32(entry.generations),
         params=params,
         state_block=entry.state_block,
+        adapter_slot=entry.adapter_slot,
     )
 
 

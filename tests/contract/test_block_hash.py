@@ -46,17 +46,24 @@ def test_a_torn_hash_list_is_refused():
     st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1)), min_size=24, max_size=24),
     st.sampled_from([1, 2, 23, 24]),
     st.sampled_from(["", "salt"]),
+    st.sampled_from([None, ("my-lora", "/adapters/one")]),
 )
-def test_hashes_are_of_canonical_cbor(token_ids, block_size, salt):
+def test_hashes_are_of_canonical_cbor(token_ids, block_size, salt, lora):
     parent, expected = block_hash.ROOT_HASH, []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        extra = (("cache_salt", salt),) if salt and not expected else None
+        keys = [("lora", *lora)] if lora else []
+        keys += [("cache_salt", salt)] if salt and not expected else []
+        extra = tuple(keys) or None
         value = (parent, tuple(token_ids[start : start + block_size]), extra)
         parent = hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
         expected.append(parent)
-    assert block_hash.hash_prompt(token_ids, block_size, salt) == expected
+    assert block_hash.hash_prompt(token_ids, block_size, salt, lora) == expected
     blocks = np.array(token_ids[block_size : len(expected) * block_size], np.int32).reshape(-1, block_size)
-    assert block_hash.hash_blocks(expected, blocks) == expected[1:]
+    assert (
+        block_hash.hash_blocks(expected, blocks, [block_hash.extra_keys(lora)] * len(blocks)) == expected[1:]
+    )
+    if lora is None:
+        assert block_hash.hash_blocks(expected, blocks) == expected[1:]
 
 
 def test_blocks_of_any_size_are_hashed():

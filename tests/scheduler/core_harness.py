@@ -19,6 +19,15 @@ from kvern_scheduler.core.requests import Request, Sequence, Submission, sequenc
 from kvern_worker.sim import SimConfig, SimExecutor, continue_greedily
 
 
+def lora_key(adapter: int) -> tuple[str, str] | None:
+    return (f"adapter-{adapter}", adapter_path(adapter)) if adapter else None
+
+
+def adapter_path(adapter: int) -> str:
+    """Adapter 1 is the simulated one at /, adapter 2 the one at /., and so on: any path that exists is one."""
+    return "/" + "./" * (adapter - 1)
+
+
 class CoreHarness:
     """The worker runs each plan at once, but its result is folded only when the test says so: plans overlap."""
 
@@ -57,6 +66,7 @@ class CoreHarness:
         priority: int = 0,
         deadline: float = 0.0,
         salt: str = "",
+        adapter: int = 0,
         **params: Any,
     ) -> Request:
         values = {"temperature": 0.0, "seed": 7, "max_tokens": max_tokens, **params}
@@ -67,7 +77,9 @@ class CoreHarness:
             prompt=np.array(prompt, np.int32),
             params=sampling_pb2.SamplingParams(**values),
             n=n,
-            hashes=hash_prompt(prompt, self.config.block_size, salt),
+            hashes=hash_prompt(prompt, self.config.block_size, salt, lora_key(adapter)),
+            adapter=adapter,
+            lora=lora_key(adapter),
             cache_salt=salt,
             priority=priority,
             deadline=deadline,

@@ -90,6 +90,8 @@ class Batch:
         self.max_len = zeros()
         # Length from which end and stop tokens count.
         self.min_len = zeros()
+        # 1 + the slot of the sequence's adapter, or 0.
+        self.adapter_slot = zeros()
         self.priority = zeros()
         self.seq_no = zeros()
         self.row: U32 = np.zeros(max_num_seqs, np.uint32)

@@ -51,6 +51,7 @@ class Cell:
         max_num_seqs: int,
         max_tokens: int,
         num_state_blocks: int = 0,
+        max_loras: int = 0,
     ) -> Group:
         """A worker group is ready; sequences without one go there. Raises KvernError when it serves another model
         than the cell."""
@@ -73,7 +74,9 @@ class Cell:
             max_num_batched_tokens=tokens,
             max_num_seqs=max(1, min(self.limits.max_num_seqs, max_num_seqs, tokens)),
         )
-        group = Group(self._next_group, model, num_blocks, block_size, limits, self.changes, num_state_blocks)
+        group = Group(
+            self._next_group, model, num_blocks, block_size, limits, self.changes, num_state_blocks, max_loras
+        )
         self._next_group += 1
         self.readmit_group(group)
         return group
@@ -112,7 +115,7 @@ class Cell:
     def _place(self, sequence: Sequence) -> None:
         """Into the queue of a group; where none has room for it even alone, it waits for one that has."""
         group = self._route(sequence) if self.groups else None
-        if group is not None and sequence.max_len <= group.capacity_tokens:
+        if group is not None and group.can_hold(sequence):
             group.enqueue(sequence)
         else:
             self._homeless.append(sequence)
@@ -124,7 +127,7 @@ class Cell:
             return next(iter(self.groups.values()))
 
         def cost(group: Group) -> tuple[bool, int, int]:
-            too_small = sequence.max_len > group.capacity_tokens
+            too_small = not group.can_hold(sequence)
             cached = len(group.match(sequence.hashes, len(sequence.hashes))[0]) * group.block_size
             return too_small, sequence.num_tokens - cached + group.load, group.index
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import hash_blocks
+from kvern.block_hash import extra_keys, hash_blocks
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.batch import Batch, Cohort
@@ -188,13 +188,14 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
         batch.flush(slot)
     if not group.limits.enable_prefix_caching:
         return
-    chained, chains = [], []
+    chained, chains, extras = [], [], []
     for position, (slot, count) in enumerate(zip(slots.tolist(), num_blocks.tolist(), strict=True)):
         sequence = batch.sequences[slot]
         assert sequence is not None
         if 1 < count == len(sequence.hashes) + 1:
             chained.append(position)
             chains.append(sequence.hashes)
+            extras.append(extra_keys(sequence.request.submission.lora))
         else:  # a first block, or blocks before it were never hashed
             batch.flush(slot)
             _index_blocks(group, slot, count - 1, count)
@@ -203,7 +204,7 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
     slots, last = slots[chained], num_blocks[chained] - 1
     positions = (last * size)[:, None] + np.arange(size)
     tokens = batch.recent[slots[:, None], positions % batch.recent.shape[1]]
-    hashes = hash_blocks([chain[-1] for chain in chains], tokens)
+    hashes = hash_blocks([chain[-1] for chain in chains], tokens, extras)
     for chain, block_hash in zip(chains, hashes, strict=True):
         chain.append(block_hash)
     _enter(group, batch.table[slots, last], hashes)

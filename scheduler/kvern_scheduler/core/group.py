@@ -9,6 +9,7 @@ import numpy as np
 
 from kvern.errors import KvernError
 from kvern.v1 import model_pb2, sampling_pb2
+from kvern_scheduler.core.adapters import SlotTable
 from kvern_scheduler.core.batch import Batch
 from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.changes import Changes
@@ -54,6 +55,7 @@ class Group:
         limits: Limits,
         changes: Changes,
         num_state_blocks: int = 0,
+        max_loras: int = 0,
     ) -> None:
         self.index = index
         self.model = model
@@ -73,6 +75,7 @@ class Group:
         self.batch = Batch(model, limits.max_num_seqs, block_size)
         self.queue = WaitQueue(limits.long_threshold)
         self.changes = changes
+        self.adapters = SlotTable(max_loras)
         self.prefilling: dict[int, None] = {}
         self.released: list[int] = []
         self.in_flight: deque[Plan] = deque()
@@ -87,6 +90,11 @@ class Group:
     def capacity_tokens(self) -> int:
         """Tokens that the pool can hold."""
         return self.pool.num_blocks * self.block_size
+
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether it could run here alone."""
+        fits = sequence.max_len <= self.capacity_tokens
+        return fits and (not sequence.request.submission.adapter or len(self.adapters) > 0)
 
     @property
     def load(self) -> int:
@@ -146,6 +154,9 @@ class Group:
         sequence = self.batch.sequences[slot]
         assert sequence is not None
         self.num_reserved -= int(self.batch.reserved[slot])
+        if adapter_slot := int(self.batch.adapter_slot[slot]):
+            self.adapters.leave(adapter_slot - 1, self.step)
+            self.batch.adapter_slot[slot] = 0
         self.pool.release(self.batch.leave(slot))
         self.prefilling.pop(slot, None)
         self.released.append(slot)
@@ -181,6 +192,22 @@ class Group:
         if sequence.choice == 0:
             self.release_siblings(sequence)
 
+    def assign_adapters(self) -> None:
+        """Slots for what waiting sequences need; ``adapters.loads`` says what the worker must be asked for."""
+        oldest = self.in_flight[0].step if self.in_flight else self.step + 1
+        self.adapters.assign(self.queue.awaited(), oldest)
+
+    def adapter_placed(self, slot: int, number: int) -> None:
+        """The worker has filled the slot: those that waited for it queue again."""
+        self.adapters.ready(slot, number)
+        self.queue.put_back(self.queue.unpark(number))
+
+    def adapter_failed(self, slot: int, number: int, error: KvernError, now: float) -> None:
+        """It could not: those that waited for it end."""
+        self.adapters.clear(slot)
+        for sequence in self.queue.unpark(number):
+            self.finish(sequence, sampling_pb2.FINISH_REASON_ERROR, now, error=error)
+
     def release_siblings(self, first: Sequence) -> None:
         """Choice 0 has computed the prompt, or never will: the other choices queue now."""
         siblings, first.request.waiting_siblings = first.request.waiting_siblings, []
@@ -198,6 +225,7 @@ class Group:
             for plan in self.in_flight:
                 self.states.release(plan.saves.blocks)
         self.in_flight.clear()
+        self.adapters = SlotTable(len(self.adapters))
         if not keep_blocks:
             for pool in self.pools:
                 pool.drop_index()
@@ -219,6 +247,9 @@ class Group:
             raise IntegrityError(f"{self.queue.num_waiting} counted as waiting, {len(waiting)} queued")
         if sum(s.num_tokens for s in waiting) != self.queue.num_tokens:
             raise IntegrityError("the queue's count of tokens is wrong")
+        users = np.bincount(self.batch.adapter_slot, minlength=len(self.adapters) + 1)[1:]
+        if users.tolist() != self.adapters.users:
+            raise IntegrityError("the counts of sequences by adapter slot are wrong")
         for slot in self.prefilling:
             if not self.batch.active[slot] or self.batch.decoding[slot]:
                 raise IntegrityError(f"slot {slot} prefills, but is empty or decodes")

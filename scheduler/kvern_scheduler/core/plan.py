@@ -27,6 +27,8 @@ class Entry:
     generations: U32
     state_block: int | None = None
     """Of a hybrid: the checkpoint of the state after ``num_computed`` tokens, if that is not 0."""
+    adapter_slot: int = 0
+    """1 + the slot of its adapter; 0: none."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,8 @@ def plan_step(group: Group, now: float) -> Plan | None:
     if group.prefilling or group.queue.num_waiting:
         budget = group.limits.max_num_batched_tokens - decoders.size
         chunks = _plan_prefills(group, plan, budget, now)
+        if group.queue.has_parked:
+            group.assign_adapters()
     if not decoders.size and not chunks:
         return None
     plan.released, group.released = group.released, []
@@ -93,6 +95,9 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         sequence = group.queue.peek(allow_long=len(long) < group.limits.max_long_prefills)
         if sequence is None or (group.whole_prompts and sequence.num_tokens > budget):
             break
+        if (adapter := sequence.request.submission.adapter) and group.adapters.find(adapter) is None:
+            group.queue.park(sequence, adapter)
+            continue
         entry = _admit(group, sequence, now)
         if entry is None:
             break
@@ -128,6 +133,7 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     blocks = np.concatenate([np.array(hits, np.uint32), pool.allocate(wanted)])
     tokens = sequence.tokens()
     slot = batch.enter(sequence, tokens, blocks, len(hits) * size)
+    adapter_slot = _enter_adapter(group, slot, sequence)
     batch.reserved[slot] = reserve
     batch.protected[slot] = protect
     group.num_reserved += reserve
@@ -138,7 +144,19 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     if not sequence.first_scheduled:
         sequence.first_scheduled = now
         sequence.num_cached_tokens = min(len(hits) * size, sequence.num_prompt)
-    return Entry(slot, sequence, tokens, len(hits) * size, blocks, pool.generations[blocks], state_block)
+    generations = pool.generations[blocks]
+    return Entry(slot, sequence, tokens, len(hits) * size, blocks, generations, state_block, adapter_slot)
+
+
+def _enter_adapter(group: Group, slot: int, sequence: Sequence) -> int:
+    """1 + the slot of the sequence's adapter, which it holds from now on; 0 where it has none."""
+    adapter = sequence.request.submission.adapter
+    found = group.adapters.find(adapter) if adapter else None
+    if found is None:
+        return 0
+    group.adapters.enter(found)
+    group.batch.adapter_slot[slot] = found + 1
+    return found + 1
 
 
 def _prefix_hit(group: Group, sequence: Sequence) -> tuple[list[int], int | None]:

@@ -16,6 +16,8 @@ class WaitQueue:
         self._threshold = long_threshold
         self._short: list[tuple[tuple[int, int], Sequence]] = []
         self._long: list[tuple[tuple[int, int], Sequence]] = []
+        # By adapter: those that wait until a slot holds it.
+        self._parked: dict[int, list[tuple[tuple[int, int], Sequence]]] = {}
         self.num_waiting = 0
         self.num_tokens = 0
 
@@ -33,9 +35,42 @@ class WaitQueue:
 
     def pop(self, sequence: Sequence) -> None:
         """Takes out what peek returned."""
+        self._take(sequence)
+        self.forget(sequence)
+
+    def _take(self, sequence: Sequence) -> None:
         heap = self._long if self._long and self._long[0][1] is sequence else self._short
         heapq.heappop(heap)
-        self.forget(sequence)
+
+    def park(self, sequence: Sequence, adapter: int) -> None:
+        """What peek returned waits, out of the others' way, until ``unpark`` of its adapter."""
+        self._take(sequence)
+        heapq.heappush(self._parked.setdefault(adapter, []), (sequence.rank, sequence))
+
+    def unpark(self, adapter: int) -> list[Sequence]:
+        """Those that waited for the adapter, counted as waiting still: the caller puts them back or ends them."""
+        return [s for _, s in self._parked.pop(adapter, []) if s.state is State.WAITING]
+
+    def put_back(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.forget(sequence)
+            self.push(sequence)
+
+    def awaited(self) -> list[int]:
+        """The adapters that sequences wait for, the best-ranked one's first."""
+        heads = []
+        for adapter, heap in list(self._parked.items()):
+            while heap and heap[0][1].state is not State.WAITING:
+                heapq.heappop(heap)
+            if heap:
+                heads.append((heap[0][0], adapter))
+            else:
+                del self._parked[adapter]
+        return [adapter for _, adapter in sorted(heads)]
+
+    @property
+    def has_parked(self) -> bool:
+        return bool(self._parked)
 
     def forget(self, sequence: Sequence) -> None:
         """``sequence`` no longer counts: it was taken, or has been cancelled and finished."""
@@ -44,8 +79,9 @@ class WaitQueue:
 
     def drain(self) -> list[Sequence]:
         """Takes out everything, in order of rank."""
-        entries = sorted(e for heap in (self._short, self._long) for e in heap if e[1].state is State.WAITING)
-        self._short, self._long = [], []
+        heaps = (self._short, self._long, *self._parked.values())
+        entries = sorted(e for heap in heaps for e in heap if e[1].state is State.WAITING)
+        self._short, self._long, self._parked = [], [], {}
         self.num_waiting = self.num_tokens = 0
         return [sequence for _, sequence in entries]
 
@@ -55,7 +91,8 @@ class WaitQueue:
         return sum(sequence.state is State.WAITING for _, sequence in self._long)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (s for heap in (self._short, self._long) for _, s in heap if s.state is State.WAITING)
+        heaps = (self._short, self._long, *self._parked.values())
+        return (s for heap in heaps for _, s in heap if s.state is State.WAITING)
 
     def _heaps(self, allow_long: bool) -> Iterator[list[tuple[tuple[int, int], Sequence]]]:
         for heap in (self._short, self._long) if allow_long else (self._short,):

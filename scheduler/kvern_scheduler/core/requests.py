@@ -50,6 +50,10 @@ class Submission:
     resumable: bool = False
     model: str = ""
     gateway_context: bytes = b""
+    adapter: int = 0
+    """The number of its LoRA adapter; 0: none."""
+    lora: tuple[str, str] | None = None
+    """What block hashes are keyed with for it: name and cache path."""
     traceparent: str = ""
     pooling: bool = False
     """Asks for an embedding; ``params.max_tokens`` is 0."""
@@ -180,11 +184,14 @@ class Sequence:
         output = self.output[max(0, start - prompt.size) : None if end is None else max(0, end - prompt.size)]
         return np.concatenate([prompt[start:end], np.array(output, np.int32)])
 
+    def _hash_keys(self) -> tuple[str, tuple[str, str] | None]:
+        return self.request.submission.cache_salt, self.request.submission.lora
+
     def extend_hashes(self, num_blocks: int, size: int) -> None:
         """Completes the hashes of the first ``num_blocks`` blocks, whose tokens are in the log."""
         start, end = len(self.hashes) * size, num_blocks * size
         if start < end:
-            extend_hashes(self.hashes, self.tokens(start, end), size, self.request.submission.cache_salt)
+            extend_hashes(self.hashes, self.tokens(start, end), size, *self._hash_keys())
 
 
 def sequence_seed(request_seed: int, choice: int) -> int:

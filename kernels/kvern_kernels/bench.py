@@ -9,6 +9,7 @@ neighbours only ever make one slower.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,6 +83,17 @@ def measure_limits() -> Limits:
     names = ("float32", "bfloat16", "int8")
     rates = {name: 2 * m * n * n / t for name, t in zip(names, times, strict=True)}
     return Limits(min(8 << 20, COLD_BYTES) / read, rates)
+
+
+def read_bandwidth(passes: int = 12) -> float:
+    """Bytes per second at which all threads read a memory that fits no cache; the median of some passes over it."""
+    memory = torch.ones(COLD_BYTES, dtype=torch.uint8)
+    times = []
+    for _ in range(passes):
+        start = time.perf_counter()
+        _read(memory)
+        times.append(time.perf_counter() - start)
+    return COLD_BYTES / statistics.median(times)
 
 
 def _read(memory: Tensor) -> None:

@@ -37,7 +37,10 @@ class Limits:
 
 
 class ModelExecutor:
-    """Runs plans in order, from one thread. See :class:`kvern_worker.service.Executor`."""
+    """Runs plans in order, from one thread. See :class:`kvern_worker.service.Executor`.
+
+    ``weight_bytes``: what a step that runs every weight reads of them; 0 where that is not known.
+    """
 
     inline = False
 
@@ -50,9 +53,11 @@ class ModelExecutor:
         threads: int,
         pooling: PoolingConfig | None = None,
         adapters: AdapterLibrary | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         """``pooling``: sequences end with an embedding instead of tokens."""
         self._pooling = pooling
+        self.weight_bytes = weight_bytes
         self._model = model
         self._cache = cache
         self._info = info

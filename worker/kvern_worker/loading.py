@@ -163,7 +163,10 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     )
     max_num_seqs = size.state_slots or options.max_num_seqs
     limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
-    return ModelExecutor(model, cache, info, limits, threads, pooling, adapters)
+    # All but the embedding, of which a step reads a row for each token.
+    read = loader.num_bytes - config.vocab_size * config.hidden_size * dtype.itemsize
+    sparse = hasattr(config, "routing")
+    return ModelExecutor(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read)
 
 
 def _adapters(options: LoadOptions, dtype: torch.dtype) -> AdapterLibrary | None:

@@ -24,6 +24,8 @@ from kvern_worker.sim import SimConfig, SimExecutor, continue_greedily
 
 SIM = SimConfig(num_blocks=16, block_size=4, max_num_seqs=4, vocab_size=97, max_model_len=64, strict=True)
 
+GRACE_S = 15.0
+
 
 class Running:
     """A served executor, and a stub for it."""
@@ -31,7 +33,7 @@ class Running:
     def __init__(self, folder: Path, load: Callable[[Progress], Any]) -> None:
         self.address = f"unix:{folder}/w"
         self.stop = asyncio.Event()
-        self.task = asyncio.create_task(serve(self.address, load, stop=self.stop, grace_s=0.2))
+        self.task = asyncio.create_task(serve(self.address, load, stop=self.stop, grace_s=GRACE_S))
         self._channel = create_channel(self.address)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
@@ -210,11 +212,16 @@ async def test_idle_streams_beat(worker: Running) -> None:
     assert min(gaps) < 0.6
 
 
-async def test_draining_hands_the_stream_over(worker: Running) -> None:
+async def test_draining_hands_the_stream_over_and_waits_for_nobody(worker: Running) -> None:
+    """Long before the grace of open calls is over: the scheduler has sequences to take elsewhere."""
     call = worker.execute()
     await run(call, enter(1))
     worker.stop.set()
-    assert (await last_word(call)).code() == grpc.StatusCode.UNAVAILABLE
+    async with asyncio.timeout(GRACE_S / 3):
+        error = await last_word(call)
+        await worker.task
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in error_from_rpc(error).message
 
 
 async def test_loading_can_be_watched_and_plans_are_refused_meanwhile(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_the_version_is_told() -> None:
         (["up", "org/model"], "neither a folder nor a file"),
         (["bench", "serve", "--goodput", "itl:5"], "--goodput 'itl:5'"),
         (["bench", "serve", "--goodput", "ttft:5", "tpot:x"], "--goodput 'tpot:x'"),
-        (["bench", "serve", "--dataset-name", "sharegpt"], "only random"),
+        (["bench", "serve", "--dataset-name", "sharegpt"], "choose from random"),
         (["bench", "serve", "--request-rate", "0"], "above 0"),
         (["bench", "serve", "--base-url", "ftp://x"], "URL"),
         (["bench", "serve", "--port", "1"], "cannot connect to 127.0.0.1:1"),

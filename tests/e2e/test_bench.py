@@ -41,7 +41,8 @@ def test_recovery_costs_what_is_live_and_not_what_has_ended() -> None:
         sizes = ["--blocks", "10000", "--requests", str(requests), "--finished", str(finished)]
         return bench("recovery", *sizes)
 
-    plain, ended = measure(100, 0), measure(100, 20_000)
+    # Twice, in turns: whatever else runs only adds to the CPU time of one, and the least is compared.
+    (plain, ended), (plain_again, ended_again) = ((measure(100, 0), measure(100, 20_000)) for _ in range(2))
     for result in (plain, ended):
         phases = [result[f"{phase}_s"] for phase in ("listening", "leads", "worker", "first_live_token")]
         assert phases == sorted(phases) and phases[0] > 0
@@ -50,7 +51,8 @@ def test_recovery_costs_what_is_live_and_not_what_has_ended() -> None:
         assert result["blocks_known"] >= 10_000
     assert plain["store_reads_until_leading"] >= 100, "the live ones are read"
     assert abs(ended["store_reads_until_leading"] - plain["store_reads_until_leading"]) < 60
-    assert ended["cpu_s"] <= 1.5 * plain["cpu_s"]
+    least = min(ended["cpu_s"], ended_again["cpu_s"])
+    assert least <= 1.5 * min(plain["cpu_s"], plain_again["cpu_s"])
     assert ended["ended_answer_s"] > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from gateway.conftest import LONG, Serve, Served
 from kvern.errors import KvernError
 from kvern.rpc.errors import error_from_rpc
 from kvern.v1 import generation_pb2, generation_pb2_grpc
+from kvern_gateway import keys as keys_module
 from kvern_gateway.keys import KeyFileError, Keys, current
+
+
+@pytest.fixture(autouse=True)
+def _nobody_afterwards() -> Iterator[None]:
+    """Tests that call `enter` themselves do it in the context that later tests share."""
+    yield
+    keys_module._current.set(keys_module._anybody)
+
 
 BODY = {"prompt": "x", "max_tokens": 3}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvern_kernels import cpu, reference, reference_moe
+from kvern_kernels import cpu, reference
 from kvern_kernels.reference_moe import gated
 
 EXPERTS, WIDTH, INNER, TOP_K = 6, 64, 48, 3
@@ -105,4 +105,3 @@ def test_wrong_shapes_are_named() -> None:
         cpu.fused_moe(torch.zeros(2, 63), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int32), packed)
     with pytest.raises(ValueError, match="unknown expert activation 'relu'"):
         cpu.pack_experts([], [], "relu")
-    assert isinstance(experts("float32", "swiglu_oai")[0], reference_moe.PackedExperts)

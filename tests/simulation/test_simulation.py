@@ -93,12 +93,14 @@ def expose_before_commit(patch: pytest.MonkeyPatch) -> None:
     still wait."""
     make, add = Committer.__init__, Committer.add
 
-    def make_hasty(committer: Any, store: Any, leadership: Any, release: Any, *rest: Any) -> None:
+    def make_hasty(
+        committer: Any, store: Any, leadership: Any, release: Any, *rest: Any, **more: Any
+    ) -> None:
         def release_rest(changes: Changes) -> None:
             changes.tokens = []
             release(changes)
 
-        make(committer, store, leadership, release_rest, *rest)
+        make(committer, store, leadership, release_rest, *rest, **more)
         committer.release_at_once = release
 
     def add_hastily(committer: Any, changes: Changes) -> None:

@@ -214,6 +214,12 @@ def test_codes_without_a_word_about_them_are_refused(plain: Made, tmp_path: Path
         load_executor(path)
 
 
+def test_dummy_weights_of_a_quantized_checkpoint_are_refused(plain: Made, tmp_path: Path) -> None:
+    path, _ = quantized(tmp_path / "q", plain("llama")[1], "w8a8")
+    with pytest.raises(KvernError, match="dummy makes no quantized weights"):
+        load_executor(path, load_format="dummy")
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,12 @@ def test_a_state_that_a_broken_sequence_left_harms_no_one(hybrid: ModelExecutor)
             state[:32] = torch.nan
     assert LocalEngine(hybrid, Limits(enable_prefix_caching=False)).generate([PROMPT], 4) == expected
     assert np.isfinite(hybrid._cache.states[0][1][0].numpy()).all()
+
+
+def test_a_model_without_any_attention_is_refused(tmp_path: Path) -> None:
+    family = FAMILIES["Bamba"]
+    folder = family.save(family.make(), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_layer_indices": []}))
+    with pytest.raises(KvernError, match="without any attention layer is not supported: all"):
+        load_executor(folder)

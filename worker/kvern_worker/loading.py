@@ -224,6 +224,11 @@ def choose_kv_dtype(requested: str, dtype: str) -> str:
 def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype) -> KvSize:
     """Before the weights are read, so that what cannot fit fails at once."""
     config = checkpoint.config
+    if not config.kv_layers:
+        raise unsupported(
+            f"{config.architecture} without any attention layer is not supported: all {config.num_layers} keep states",
+            field="layers_block_type",
+        )
     available = available_memory()
     weights = weight_bytes(checkpoint, dtype) + adapter_bytes(checkpoint, options, dtype)
     per_block = block_bytes(

@@ -87,6 +87,12 @@ def open_checkpoint(
     file, config = load_hf_config(path, trust_remote_code)
     online = _online(asked, file, config)
     if load_format == "dummy":
+        if config.quantization is not None:
+            message = (
+                "load-format dummy makes no quantized weights, and this checkpoint's are; load them, or take "
+                "quantization_config out of its config.json"
+            )
+            raise unsupported(message, field="load_format", value=load_format)
         return Checkpoint(path, "dummy", file, config, DummySource(path / "config.json"), online)
     kind, files = _weight_files(path, load_format)
     if kind == "safetensors":

@@ -178,54 +178,40 @@ class Gateway:
         routing: Routing,
     ) -> Generation:
         """Raises KvernError UNAVAILABLE; the scheduler's own answer comes by ``Generation.admitted``."""
-        welcome = self.client.welcome
-        assert welcome is not None, "facts() has been asked before"
-        hashes: list[bytes] = []
-        if welcome.prefix_caching and welcome.block_size:
-            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt)
-        return self.client.submit(
-            session_pb2.Submit(
-                request_id=identity.request_id,
-                tenant=identity.tenant,
-                body_digest=identity.body_digest,
-                prompt_token_ids=pack_i32(prompt_ids),
-                params=params,
-                n=routing.n,
-                block_hashes=join_hashes(hashes),
-                cache_salt=routing.cache_salt,
-                priority=routing.priority,
-                deadline_unix_ms=identity.deadline_unix_ms,
-                gateway_context=options.context(),
-                resumable=identity.resumable,
-                resumes=identity.resumes,
-                model=welcome.model.name,
-                traceparent=identity.traceparent,
-            )
-        )
+        submit = self._submission(prompt_ids, params, identity, routing)
+        submit.n = routing.n
+        submit.gateway_context = options.context()
+        submit.resumable, submit.resumes = identity.resumable, identity.resumes
+        return self.client.submit(submit)
 
     def submit_embedding(self, prompt_ids: list[int], identity: Identity, routing: Routing) -> Generation:
         """As :meth:`submit`, for a vector instead of tokens."""
+        submit = self._submission(prompt_ids, SamplingParams(max_tokens=0), identity, routing)
+        submit.n, submit.pooling = 1, True
+        return self.client.submit(submit)
+
+    def _submission(
+        self, prompt_ids: list[int], params: SamplingParams, identity: Identity, routing: Routing
+    ) -> session_pb2.Submit:
         pooling, welcome = self.facts().pooling, self.client.welcome
-        assert pooling is not None and welcome is not None
+        assert welcome is not None, "facts() has been asked"
         hashes: list[bytes] = []
-        if welcome.prefix_caching and welcome.block_size and not pooling.bidirectional:
+        # Of an encoder nothing is cached.
+        cached = welcome.prefix_caching and not (pooling is not None and pooling.bidirectional)
+        if cached and welcome.block_size:
             hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt)
-        return self.client.submit(
-            session_pb2.Submit(
-                request_id=identity.request_id,
-                tenant=identity.tenant,
-                body_digest=identity.body_digest,
-                prompt_token_ids=pack_i32(prompt_ids),
-                params=SamplingParams(max_tokens=0),
-                n=1,
-                block_hashes=join_hashes(hashes),
-                cache_salt=routing.cache_salt,
-                priority=routing.priority,
-                deadline_unix_ms=identity.deadline_unix_ms,
-                model=welcome.model.name,
-                traceparent=identity.traceparent,
-                pooling=True,
-            )
+        return session_pb2.Submit(
+            request_id=identity.request_id,
+            tenant=identity.tenant,
+            body_digest=identity.body_digest,
+            prompt_token_ids=pack_i32(prompt_ids),
+            params=params,
+            block_hashes=join_hashes(hashes),
+            cache_salt=routing.cache_salt,
+            priority=routing.priority,
+            deadline_unix_ms=identity.deadline_unix_ms,
+            model=welcome.model.name,
+            traceparent=identity.traceparent,
         )
 
     def routing(self, fields: Fields) -> Routing:

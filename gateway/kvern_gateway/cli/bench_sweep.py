@@ -128,7 +128,7 @@ def _save(directory: Path, rows: Sequence[Row]) -> None:
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows that no other beats in both total tokens per second and tokens per second of one stream."""
-    points = [(row, *_point(row)) for row in rows if _point(row) is not None]  # type: ignore[misc]
+    points = [(row, *point) for row in rows if (point := _point(row)) is not None]
     return [
         row
         for row, alone, total in points

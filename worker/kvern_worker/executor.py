@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kvern.errors import KvernError
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_u32
 from kvern.v1 import error_pb2, model_pb2, worker_pb2
 from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
+from kvern_worker.device import Device, Host
 from kvern_worker.layers.attention import KvCache
-from kvern_worker.logprobs import token_logprobs
 from kvern_worker.models.registry import Model
 from kvern_worker.pooling import PoolingConfig, pool
-from kvern_worker.sampling import sample
-from kvern_worker.sampling_state import SamplingState
 
 Ints = npt.NDArray[np.int64]
 
@@ -54,8 +53,10 @@ class ModelExecutor:
         pooling: PoolingConfig | None = None,
         adapters: AdapterLibrary | None = None,
         weight_bytes: int = 0,
+        device: Device | None = None,
     ) -> None:
-        """``pooling``: sequences end with an embedding instead of tokens."""
+        """``pooling``: sequences end with an embedding instead of tokens. ``device``: the CPU by default."""
+        self._device = device or Host()
         self._pooling = pooling
         self.weight_bytes = weight_bytes
         self._model = model
@@ -69,7 +70,9 @@ class ModelExecutor:
             limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
         )
         self._state_generations = np.zeros(cache.num_checkpoints, np.uint32)
-        self._sampling = SamplingState(limits.max_num_seqs, info.vocab_size, tuple(info.eos_token_ids))
+        self._sampling = self._device.sampling_state(
+            limits.max_num_seqs, info.vocab_size, tuple(info.eos_token_ids)
+        )
 
     def describe(self) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(
@@ -79,7 +82,7 @@ class ModelExecutor:
             bytes_per_block=self._limits.bytes_per_block,
             max_num_seqs=self._limits.max_num_seqs,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
-            device="cpu",
+            device=self._device.name,
             num_state_blocks=self._cache.num_checkpoints,
             max_loras=0 if self._adapters is None else self._adapters.slots.num_slots,
         )
@@ -117,15 +120,14 @@ class ModelExecutor:
         if self._adapters is not None:
             self._adapters.slots.begin(self._batch.adapter[rows.slots], rows.lengths)
         prepared = time.perf_counter()
-        states = self._model.forward(step)
+        states = self._device.forward(self._model, step)
         if self._pooling is not None:
             self._pool(self._pooling, rows, states, result)
             self._batch.advance(rows)
             result.prepare_us = int((prepared - started) * 1e6)
             result.forward_us = int((time.perf_counter() - prepared) * 1e6)
             return result
-        last = torch.from_numpy(np.cumsum(rows.lengths)[rows.samples] - 1)
-        logits = self._model.logits(states, last).numpy() if len(last) else None
+        logits = self._logits(rows, states)
         forwarded = time.perf_counter()
         prompt = self._prompt_logprobs(rows, states, result)
         self._batch.advance(rows)
@@ -187,7 +189,7 @@ class ModelExecutor:
         if max(sources.max(), targets.max()) >= self._cache.num_blocks:
             raise plan_error("copy_targets", f"a block to copy is not below {self._cache.num_blocks}")
         self._cache.copy_blocks(
-            torch.from_numpy(sources.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+            *map(self._device.tensor, (sources.astype(np.int64), targets.astype(np.int64)))
         )
 
     def _restore_state(self, new: worker_pb2.NewSequence) -> None:
@@ -213,15 +215,24 @@ class ModelExecutor:
             torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(blocks.astype(np.int64))
         )
 
+    def _logits(self, rows: Rows, states: Any) -> Tensor | None:
+        """Logits [samples, vocab_size] float32 of the rows that sample; None where none does."""
+        if not rows.samples.any():
+            return None
+        ends = np.cumsum(rows.lengths)
+        if ends[-1] == len(ends) and rows.samples.all():
+            return self._model.logits(states, slice(0, len(ends)))
+        return self._model.logits(states, self._device.tensor(ends[rows.samples] - 1))
+
     def _sample(
         self,
         slots: Ints,
-        logits: npt.NDArray[np.float32],
+        logits: Tensor,
         reports: dict[int, worker_pb2.SlotLogprobs],
         result: worker_pb2.StepResult,
     ) -> None:
         """Samples one token per row of ``logits``, appends them to the batch and reports them."""
-        sampled = sample(logits, slots, self._batch.num_tokens[slots], self._sampling)
+        sampled = self._device.sample(logits, slots, self._batch.num_tokens[slots], self._sampling)
         token_ids, bad = sampled.token_ids, sampled.broken | sampled.empty
         if bad.any():
             for row in np.flatnonzero(bad):
@@ -231,7 +242,7 @@ class ModelExecutor:
         wanted = np.flatnonzero(self._sampling.logprobs[slots] >= 0)
         if len(wanted):
             at = slots[wanted]
-            found = token_logprobs(logits[wanted], token_ids[wanted], self._sampling.logprobs[at])
+            found = self._device.logprobs(logits[wanted], token_ids[wanted], self._sampling.logprobs[at])
             for slot, logprobs in zip(at.tolist(), found, strict=True):
                 report = reports.setdefault(slot, worker_pb2.SlotLogprobs(slot=slot))
                 report.sampled.CopyFrom(logprobs)
@@ -274,12 +285,13 @@ class ModelExecutor:
             # A slice at a time: logits of a whole chunk could take a gigabyte.
             for at in range(0, len(targets), 64):
                 part = slice(int(first_rows[row]) + at, int(first_rows[row]) + min(at + 64, len(targets)))
-                logits = self._model.logits(states, part).numpy()
-                if not np.isfinite(logits.max(axis=-1)).all():
+                logits = self._model.logits(states, part)
+                if not logits.amax(-1).isfinite().all():
                     self._fail(slot, _sampling_error(broken=True), result)
                     del reports[slot]
                     break
-                report.prompt.extend(token_logprobs(logits, targets[at : at + 64], num_top[at : at + 64]))
+                tops = num_top[at : at + 64]
+                report.prompt.extend(self._device.logprobs(logits, targets[at : at + 64], tops))
         return reports
 
     def _fail(self, slot: int, error: KvernError, result: worker_pb2.StepResult) -> None:

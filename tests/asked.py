@@ -238,6 +238,11 @@ ROWS: dict[str, list[Row]] = {
             ("deploy/test_kubernetes.py",),
             "GPU, mesh, KEDA and LeaderWorkerSet components",
         ),
+        Row(
+            "clients of other languages",
+            "tests/clients: C++, Go, Java, Node, Python, Ruby",
+            ("clients/test_languages.py", "clients/test_readme.py"),
+        ),
         Row("YAML `--config`", "`kvern up --config`, `--profile`, `--dry-run`", ("cli/test_settings.py",)),
         Row("old and informal spellings", "mapped with a line each, or refused", (SPELLINGS,)),
     ],

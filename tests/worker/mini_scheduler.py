@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
-from kvern.v1 import error_pb2, worker_pb2
+from kvern.v1 import error_pb2, media_pb2, worker_pb2
 from kvern.v1.sampling_pb2 import SamplingParams, TokenLogprobs
 from kvern_worker.executor import ModelExecutor
 
@@ -27,6 +27,7 @@ class Sequence:
     preempt_at: int = 0
     # 1 + the slot of its adapter.
     adapter: int = 0
+    media: list[media_pb2.MediaItem] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -78,6 +79,7 @@ class MiniScheduler:
                         num_prompt_tokens=len(sequence.prompt),
                         params=sequence.params,
                         adapter_slot=sequence.adapter,
+                        media=sequence.media,
                     )
                 )
             self._fill(plan, running, chunk)

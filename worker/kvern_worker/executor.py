@@ -18,6 +18,7 @@ from kvern.v1 import error_pb2, model_pb2, worker_pb2
 from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.batch import PersistentBatch, PlanError, Rows, plan_error
 from kvern_worker.device import Device, Host
+from kvern_worker.images import BatchImages, no_images
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.models.registry import Model
 from kvern_worker.pooling import PoolingConfig, pool
@@ -54,8 +55,10 @@ class ModelExecutor:
         adapters: AdapterLibrary | None = None,
         weight_bytes: int = 0,
         device: Device | None = None,
+        images: BatchImages | None = None,
     ) -> None:
-        """``pooling``: sequences end with an embedding instead of tokens. ``device``: the CPU by default."""
+        """``pooling``: sequences end with an embedding instead of tokens. ``device``: the CPU by default. ``images``: of
+        a model that takes them."""
         self._device = device or Host()
         self._pooling = pooling
         self.weight_bytes = weight_bytes
@@ -65,6 +68,7 @@ class ModelExecutor:
         self._limits = limits
         self._threads = threads
         self._adapters = adapters
+        self._images = images
         self._computing_thread = 0
         self._batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, cache.block_size, cache.num_blocks, info.vocab_size
@@ -102,6 +106,8 @@ class ModelExecutor:
     def reset(self) -> None:
         self._batch.reset()
         self._sampling.reset()
+        if self._images is not None:
+            self._images.clear()
 
     @torch.inference_mode()
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
@@ -119,6 +125,9 @@ class ModelExecutor:
         step = self._batch.prepare(rows)
         if self._adapters is not None:
             self._adapters.slots.begin(self._batch.adapter[rows.slots], rows.lengths)
+        if self._images is not None:
+            self._images.begin(rows, step)
+            result.num_images, result.num_images_cached = self._images.num_used, self._images.num_cached
         prepared = time.perf_counter()
         states = self._device.forward(self._model, step)
         if self._pooling is not None:
@@ -154,6 +163,8 @@ class ModelExecutor:
                 )
             batch.release(released)
             self._sampling.release(released)
+            if self._images is not None:
+                self._images.release(released)
         for new in plan.new_sequences:
             if new.slot >= self._limits.max_num_seqs:
                 raise plan_error("new_sequences", f"slot {new.slot} is not below {self._limits.max_num_seqs}")
@@ -162,6 +173,7 @@ class ModelExecutor:
             try:
                 batch.add(new)
                 self._restore_state(new)
+                self._add_images(new)
                 tokens = batch.tokens[new.slot, : batch.num_tokens[new.slot]]
                 self._sampling.add(new.slot, new.params, tokens, new.num_prompt_tokens)
             except PlanError:
@@ -199,6 +211,12 @@ class ModelExecutor:
         if not new.HasField("state_block") or new.state_block >= self._cache.num_checkpoints:
             raise plan_error("state_block", f"slot {new.slot} enters without the checkpoint of a state")
         self._cache.restore_states(torch.tensor([new.state_block]), torch.tensor([new.slot]))
+
+    def _add_images(self, new: worker_pb2.NewSequence) -> None:
+        if self._images is not None:
+            self._images.add(new.slot, new.media, new.num_prompt_tokens, new.num_computed_tokens)
+        elif new.media:
+            raise no_images()
 
     def _save_states(self, plan: worker_pb2.StepPlan) -> None:
         """Keeps the states that the plan wants kept, and the generations of where they are."""

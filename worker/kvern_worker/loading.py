@@ -22,6 +22,7 @@ from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.adapters.slots import AdapterSlots
 from kvern_worker.config import unsupported
 from kvern_worker.executor import Limits, ModelExecutor
+from kvern_worker.images import BatchImages, Seeing
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
@@ -74,6 +75,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     runner: str = "auto"
     pooler_config: str | None = None
+    mm_processor_cache_gb: float = 1.0
     # Of adapters; no flag sets them yet, since nothing asks a worker for one.
     max_loras: int = 0
     max_cpu_loras: int | None = None
@@ -160,13 +162,20 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         kv_cache_dtype=kv_dtype_name,
         state_block_size=size.state_block_size,
         pooling=pooling.to_pb(config.hidden_size, bidirectional) if pooling else None,
+        images=isinstance(model, Seeing),
     )
     max_num_seqs = size.state_slots or options.max_num_seqs
     limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
     # All but the embedding, of which a step reads a row for each token.
     read = loader.num_bytes - config.vocab_size * config.hidden_size * dtype.itemsize
     sparse = hasattr(config, "routing")
-    return ModelExecutor(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read)
+    images = None
+    if isinstance(model, Seeing):
+        cached = int(options.mm_processor_cache_gb * GIB)
+        images = BatchImages(model, dtype, checkpoint.path, max_num_seqs, cached)
+    return ModelExecutor(
+        model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read, images=images
+    )
 
 
 def _adapters(options: LoadOptions, dtype: torch.dtype) -> AdapterLibrary | None:

@@ -61,6 +61,7 @@ class ModelInfo(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     STATE_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests use (`--served-model-name`)."""
     architecture: _builtins.str
@@ -81,6 +82,8 @@ class ModelInfo(_message.Message):
     """Tokens between possible checkpoints of a sequence's state, a multiple of the KV block size; 0: the model has
     keys and values only. A prefix hit of a model with states is as long as its last checkpoint.
     """
+    images: _builtins.bool
+    """Prompts may hold images."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -101,10 +104,11 @@ class ModelInfo(_message.Message):
         kv_cache_dtype: _builtins.str = ...,
         state_block_size: _builtins.int = ...,
         pooling: Global___Pooling | None = ...,
+        images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "images", b"images", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

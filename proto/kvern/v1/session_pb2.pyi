@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kvern.v1 import error_pb2 as _error_pb2
+from kvern.v1 import media_pb2 as _media_pb2
 from kvern.v1 import model_pb2 as _model_pb2
 from kvern.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
@@ -99,6 +100,7 @@ class Submit(_message.Message):
     RESUMES_FIELD_NUMBER: _builtins.int
     ASKED_UNIX_MS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Session-local, chosen by the gateway, not in use. A request with n choices takes the n consecutive
     handles that start here; choice i speaks under handle + i.
@@ -140,6 +142,10 @@ class Submit(_message.Message):
     """Asks for the embedding of the prompt instead of tokens: n is 1, params.max_tokens 0."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_media_pb2.MediaItem]:
+        """Images of the prompt, in order of their offsets, which do not overlap; their hashes are keyed into `block_hashes`."""
+
     def __init__(
         self,
         *,
@@ -161,10 +167,11 @@ class Submit(_message.Message):
         resumes: _builtins.bool = ...,
         asked_unix_ms: _builtins.int = ...,
         pooling: _builtins.bool = ...,
+        media: _abc.Iterable[_media_pb2.MediaItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "model", b"model", "n", b"n", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "media", b"media", "model", b"model", "n", b"n", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvern.v1 import error_pb2 as _error_pb2
+from kvern.v1 import media_pb2 as _media_pb2
 from kvern.v1 import model_pb2 as _model_pb2
 from kvern.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
@@ -251,6 +252,7 @@ class NewSequence(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     STATE_BLOCK_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     sequence_id: _builtins.str
     """Distinguishes the sequences that a slot holds over time; echoed by no one, for logs."""
@@ -271,6 +273,10 @@ class NewSequence(_message.Message):
     def params(self) -> _sampling_pb2.SamplingParams:
         """Resolved. `seed` is the sequence's own: choices of one request get different ones."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_media_pb2.MediaItem]:
+        """Images of the prompt, in order of their offsets."""
+
     def __init__(
         self,
         *,
@@ -284,10 +290,11 @@ class NewSequence(_message.Message):
         params: _sampling_pb2.SamplingParams | None = ...,
         state_block: _builtins.int | None = ...,
         adapter_slot: _builtins.int = ...,
+        media: _abc.Iterable[_media_pb2.MediaItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "params", b"params", "state_block", b"state_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "adapter_slot", b"adapter_slot", "block_generations", b"block_generations", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "adapter_slot", b"adapter_slot", "block_generations", b"block_generations", "block_ids", b"block_ids", "media", b"media", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state_block: _TypeAlias = _typing.Literal["state_block"]  # noqa: Y015
     _WhichOneofArgType__state_block: _TypeAlias = _typing.Literal["_state_block", b"_state_block"]  # noqa: Y015
@@ -330,6 +337,8 @@ class StepResult(_message.Message):
     FORWARD_US_FIELD_NUMBER: _builtins.int
     SAMPLE_US_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    NUM_IMAGES_FIELD_NUMBER: _builtins.int
+    NUM_IMAGES_CACHED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     slots: _builtins.bytes
@@ -346,6 +355,9 @@ class StepResult(_message.Message):
     """Where the model pools: one vector for each of `slots`, float32 little endian, ModelInfo.pooling.size components
     each, before normalization. `token_ids` are zeros then, and belong to no sequence.
     """
+    num_images: _builtins.int
+    """Images that this step's tokens stand for, and how many of them the worker had the vision tower's output of already."""
+    num_images_cached: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
         """For slots that asked."""
@@ -368,10 +380,12 @@ class StepResult(_message.Message):
         forward_us: _builtins.int = ...,
         sample_us: _builtins.int = ...,
         embeddings: _builtins.bytes = ...,
+        num_images: _builtins.int = ...,
+        num_images_cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "num_images", b"num_images", "num_images_cached", b"num_images_cached", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import extra_keys, hash_blocks
+from kvern.block_hash import hash_blocks
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.batch import Batch, Cohort
@@ -195,7 +195,7 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
         if 1 < count == len(sequence.hashes) + 1:
             chained.append(position)
             chains.append(sequence.hashes)
-            extras.append(extra_keys(sequence.request.submission.lora))
+            extras.append(sequence.extra_keys(count - 1, size))
         else:  # a first block, or blocks before it were never hashed
             batch.flush(slot)
             _index_blocks(group, slot, count - 1, count)

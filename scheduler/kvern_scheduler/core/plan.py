@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvern.media import MAX_MEDIA_BYTES
 from kvern.v1 import worker_pb2
 from kvern_scheduler.core.batch import Cohort
 from kvern_scheduler.core.requests import Sequence
@@ -73,6 +74,16 @@ class Plan:
     """Decoding ones that fill a block."""
     filled_blocks: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """How many blocks each of them has filled then."""
+
+    def takes_media(self, sequence: Sequence) -> bool:
+        """Whether its images fit the message that this plan becomes; those of one sequence always do."""
+        media = sequence.request.submission.media
+        if not media or not self.entries:
+            return True
+        pixels = sum(
+            len(item.pixels) for entry in self.entries for item in entry.sequence.request.submission.media
+        )
+        return pixels + sum(len(item.pixels) for item in media) <= MAX_MEDIA_BYTES
 
     @property
     def num_computed_tokens(self) -> int:

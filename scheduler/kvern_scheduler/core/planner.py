@@ -95,6 +95,8 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         sequence = group.queue.peek(allow_long=len(long) < group.limits.max_long_prefills)
         if sequence is None or (group.whole_prompts and sequence.num_tokens > budget):
             break
+        if not plan.takes_media(sequence):
+            break
         if (adapter := sequence.request.submission.adapter) and group.adapters.find(adapter) is None:
             group.queue.park(sequence, adapter)
             continue

@@ -13,14 +13,15 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvern.block_hash import extend_hashes
+from kvern.block_hash import Image, extend_hashes, extra_keys
 from kvern.errors import KvernError
-from kvern.v1 import sampling_pb2
+from kvern.v1 import media_pb2, sampling_pb2
 
 MAX_CHOICES = 128
 CHOICE_BITS = 7
@@ -57,6 +58,10 @@ class Submission:
     traceparent: str = ""
     pooling: bool = False
     """Asks for an embedding; ``params.max_tokens`` is 0."""
+    media: abc.Sequence[media_pb2.MediaItem] = ()
+    """Images of the prompt, in order of their offsets."""
+    images: abc.Sequence[Image] = ()
+    """What block hashes are keyed with for them."""
 
 
 @dataclass(slots=True)
@@ -184,14 +189,17 @@ class Sequence:
         output = self.output[max(0, start - prompt.size) : None if end is None else max(0, end - prompt.size)]
         return np.concatenate([prompt[start:end], np.array(output, np.int32)])
 
-    def _hash_keys(self) -> tuple[str, tuple[str, str] | None]:
-        return self.request.submission.cache_salt, self.request.submission.lora
+    def extra_keys(self, block: int, size: int) -> bytes:
+        """What the hash of a block that is not the first depends on besides tokens."""
+        submission = self.request.submission
+        return extra_keys(submission.lora, "", submission.images, block * size, size)
 
     def extend_hashes(self, num_blocks: int, size: int) -> None:
         """Completes the hashes of the first ``num_blocks`` blocks, whose tokens are in the log."""
         start, end = len(self.hashes) * size, num_blocks * size
         if start < end:
-            extend_hashes(self.hashes, self.tokens(start, end), size, *self._hash_keys())
+            of = self.request.submission
+            extend_hashes(self.hashes, self.tokens(start, end), size, of.cache_salt, of.lora, of.images)
 
 
 def sequence_seed(request_seed: int, choice: int) -> int:

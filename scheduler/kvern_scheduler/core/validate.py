@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from kvern.block_hash import HASH_BYTES
 from kvern.errors import KvernError, invalid
+from kvern.media import MAX_MEDIA_BYTES
 from kvern.v1 import error_pb2, model_pb2
 from kvern_scheduler.core.batch import MAX_STOP_IDS
 from kvern_scheduler.core.requests import MAX_CHOICES, Submission
@@ -48,6 +50,8 @@ def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_s
             value=wrong,
             limit=model.vocab_size - 1,
         )
+    if submission.media:
+        _check_media(submission, model)
     if submission.pooling and submission.n != 1:
         raise invalid("n", f"n is {submission.n}; an embedding is one", value=submission.n, limit=1)
     if not 1 <= submission.n <= MAX_CHOICES:
@@ -103,6 +107,31 @@ def check_submission(submission: Submission, model: model_pb2.ModelInfo, block_s
             value=len(submission.hashes),
             limit=prompt.size // block_size,
         )
+
+
+def _check_media(submission: Submission, model: model_pb2.ModelInfo) -> None:
+    if not model.images:
+        raise KvernError(
+            error_pb2.ERROR_CODE_UNIMPLEMENTED,
+            f"model {model.name} takes no images",
+            field="media",
+            value=model.name,
+        )
+    total, end = sum(len(item.pixels) for item in submission.media), 0
+    if total > MAX_MEDIA_BYTES:
+        raise invalid(
+            "media",
+            f"the images have {total} bytes of pixels; a request may have {MAX_MEDIA_BYTES}: send fewer, or let them be "
+            "made smaller",
+            value=total,
+            limit=MAX_MEDIA_BYTES,
+        )
+    for item in submission.media:
+        if len(item.hash) != HASH_BYTES or item.offset < end or item.length == 0:
+            raise invalid("media", "images overlap, are empty, or have no hash", value=item.offset)
+        end = item.offset + item.length
+    if end > submission.prompt.size:
+        raise invalid("media", "an image lies behind the prompt", value=end, limit=submission.prompt.size)
 
 
 def check_capacity(submission: Submission, capacity: int) -> None:

@@ -14,12 +14,27 @@ from kvern_worker.config import StateShapes
 
 
 @dataclass(slots=True)
+class StepImages:
+    """Tokens that stand for images. ``features`` [M, hidden] are the embeddings of the tokens at ``rows`` (int64 [M]) of
+    the step, if there are any; ``rotary``: int64 [3, T] positions in time, height and width, where they differ."""
+
+    rows: Tensor
+    features: Tensor | None
+    rotary: Tensor | None
+
+    def merge(self, embeddings: Tensor) -> None:
+        """Overwrites what the placeholders' own embeddings are, [T, hidden]."""
+        if self.features is not None:
+            embeddings.index_copy_(0, self.rows, self.features.to(embeddings.dtype))
+
+
+@dataclass(slots=True)
 class StepInputs:
     """The flat batch of one step: T tokens of S sequences, each sequence's tokens together.
 
     ``token_ids``, ``positions``, ``slot_mapping`` int64 [T]; ``block_tables`` int32 [S, blocks];
     ``query_start`` int32 [S + 1]; ``seq_lens`` int32 [S], keys including this step's. ``state_rows`` int64 [S]: where each
-    sequence's state lies (-1: nowhere), ``fresh`` bool [S]: whether it is at its first token.
+    sequence's state lies (-1: nowhere), ``fresh`` bool [S]: whether it is at its first token. ``images``: None in a step without any.
     """
 
     token_ids: Tensor
@@ -30,6 +45,7 @@ class StepInputs:
     seq_lens: Tensor
     state_rows: Tensor
     fresh: Tensor
+    images: StepImages | None = None
 
 
 def warm_up_step() -> StepInputs:

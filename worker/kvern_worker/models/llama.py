@@ -9,6 +9,7 @@ What is between the brackets is one op, ``kernels.run_decoder``; its meaning is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -66,11 +67,20 @@ def build(config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_posit
 
 class LlamaModel:
     """The decoder and its head, on its KV cache. ``cos_sin``: [positions, head_dim] float32, see ``layers.rotary``.
+    ``mrope_section``: frequencies of the axes of images' positions, where the model has such.
 
     Raises KvernError where the checkpoint does not hold what ``config`` promises.
     """
 
-    def __init__(self, config: DecoderConfig, loader: WeightLoader, cos_sin: Tensor, cache: KvCache) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        loader: WeightLoader,
+        cos_sin: Tensor,
+        cache: KvCache,
+        mrope_section: list[int] | None = None,
+    ) -> None:
+        self._mrope_section = mrope_section or []
         # The embedding and the head first: they take longest.
         ends, *layers = loader.side_by_side(
             partial(_load_ends, config, loader),
@@ -86,15 +96,33 @@ class LlamaModel:
     def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Runs the layers and fills the cache; returns (hidden, residual), [T, hidden_size] each, for
         :meth:`logits`."""
-        return kernels.run_decoder(
-            self._decoder,
+        embedded, decoder, positions = (
             self._embedding.index_select(0, step.token_ids),
+            self._decoder,
             step.positions,
+        )
+        if step.images is not None:
+            step.images.merge(embedded)
+            if step.images.rotary is not None:
+                # A table of this step's own rows, which are mixed of three.
+                decoder = replace(decoder, cos_sin=self._mixed_table(step.images.rotary))
+                positions = torch.arange(len(positions))
+        return kernels.run_decoder(
+            decoder,
+            embedded,
+            positions,
             step.slot_mapping,
             step.block_tables,
             step.query_start,
             step.seq_lens,
         )
+
+    def _mixed_table(self, rotary: Tensor) -> Tensor:
+        """Rows of the rotary table for positions in time, height and width, int64 [3, T]: of each, its section."""
+        table = self._decoder.cos_sin[rotary]
+        half = table.shape[-1] // 2
+        parts = table.view(*table.shape[:2], 2, half).split(self._mrope_section, -1)
+        return torch.cat([part[axis % 3] for axis, part in enumerate(parts)], -1).view(-1, 2 * half)
 
     def logits(self, states: tuple[Tensor, Tensor], rows: Tensor | slice) -> Tensor:
         """Logits [rows, vocab_size] float32 of those rows of :meth:`forward`'s result."""

@@ -6,7 +6,9 @@ A model file is a module with two functions::
     def build(config, loader: WeightLoader, cache: KvCache, num_positions: int) -> Model
 
 and, where it does not read its matrices by ``loader.linear``, the quantization methods that it reads:
-``QUANTIZATIONS = ("mxfp4",)``.
+``QUANTIZATIONS = ("mxfp4",)``. ``TENSOR_NAMES``: rules by which a checkpoint's names become those that it reads
+(weights.source.Renamed).
+A model that takes images is an ``images.Seeing``, too.
 Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
 """
 
@@ -63,6 +65,9 @@ ARCHITECTURES = {
     "BertModel": "bert",
     "RobertaModel": "bert",
     "XLMRobertaModel": "bert",
+    "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
 }
 
 # Models that see images, of which the text part is served.

@@ -14,7 +14,7 @@ from kvern_worker.models.registry import ModelFile, find, load_hf_config, quanti
 from kvern_worker.quantization import Asked, check_asked
 from kvern_worker.weights.gguf_file import GgufFile
 from kvern_worker.weights.gguf_source import GgufSource, parse_gguf_config
-from kvern_worker.weights.source import DummySource, TensorSource, rooted, text_part
+from kvern_worker.weights.source import DummySource, Renamed, TensorSource, rooted, text_part
 
 # Format → (its index file, patterns of its weight files).
 _FOLDER_FORMATS = {
@@ -98,12 +98,14 @@ def open_checkpoint(
     if kind == "safetensors":
         from kvern_worker.weights.safetensors_source import SafetensorsSource
 
-        return Checkpoint(
-            path, kind, file, config, rooted(text_part(SafetensorsSource(files, strategy))), online
-        )
-    from kvern_worker.weights.torch_source import TorchSource
+        whole: TensorSource = SafetensorsSource(files, strategy)
+    else:
+        from kvern_worker.weights.torch_source import TorchSource
 
-    return Checkpoint(path, kind, file, config, rooted(text_part(TorchSource(files))), online)
+        whole = TorchSource(files)
+    rules = getattr(file, "TENSOR_NAMES", None)
+    named = Renamed(whole, rules) if rules else rooted(text_part(whole))
+    return Checkpoint(path, kind, file, config, named, online)
 
 
 def _online(asked: Asked, file: ModelFile, config: ModelConfig) -> str | None:

@@ -224,6 +224,10 @@ class WeightLoader:
         self._count(num_bytes, num_parameters)
         self._on_bytes(self._source.total_bytes)
 
+    def skip(self, prefix: str) -> None:
+        """Tensors of this prefix that nobody asked for are no fault."""
+        self._used.update(name for name in self._source.infos if name.startswith(prefix))
+
     def finish(self, *ignored: str) -> None:
         """Raises KvernError when the checkpoint has tensors that the model did not ask for, and that start with none
         of ``ignored``."""

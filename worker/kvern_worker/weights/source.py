@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +116,27 @@ class Rooted(TensorSource):
 def rooted(source: TensorSource) -> TensorSource:
     """``source``, with the prefix that its names lack where it does."""
     return Rooted(source) if "embed_tokens.weight" in source.infos else source
+
+
+class Renamed(TensorSource):
+    """The tensors of ``original``, each name replaced by the first of ``rules`` (pattern at its start, replacement) that
+    matches it."""
+
+    def __init__(self, original: TensorSource, rules: Sequence[tuple[str, str]]) -> None:
+        self._original = original
+        self._names = {_rename(name, rules): name for name in original.infos}
+        self.infos = {new: original.infos[name] for new, name in self._names.items()}
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self._original.read_into(self._names[name], out)
+
+
+def _rename(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        new, count = re.subn(f"^{pattern}", replacement, name, count=1)
+        if count:
+            return new
+    return name
 
 
 def broken_file(file: Path, error: Exception) -> KvernError:

@@ -223,7 +223,12 @@ ROWS: dict[str, list[Row]] = {
         Row(
             "traces", "`kvern bench serve --dataset-name mooncake, burstgpt`", ("cli/test_bench_workload.py",)
         ),
-        Row("profiler, per-request timeline", "", missing="`kvern profile`, `kvern explain`"),
+        Row(
+            "per-request timeline",
+            "`kvern explain`, `/v1/requests/ID/timeline`, `OperationsService`",
+            ("scheduler/test_timelines.py", "gateway/test_operations.py"),
+        ),
+        Row("profiler", "", missing="`kvern profile`"),
     ],
     "Deployment": [
         Row(

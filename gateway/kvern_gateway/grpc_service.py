@@ -14,6 +14,7 @@ from kvern.errors import KvernError, invalid
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1 import generation_pb2_grpc, session_pb2
 from kvern.v1.model_pb2 import ModelInfo
+from kvern_gateway import operations
 from kvern_gateway.embedding import check_dimensions, check_length, embed
 from kvern_gateway.gateway import Gateway, Identity, Routing, admit, mint_id
 from kvern_gateway.generation import ORPHAN_GRACE_S, unavailable
@@ -35,6 +36,7 @@ from kvern_gateway.validation import (
 )
 
 SERVICE_NAME = "kvern.v1.GenerationService"
+KEYED = (f"/{SERVICE_NAME}/", f"/{operations.SERVICE_NAME}/")
 
 _SAMPLING_OPTIONAL = (
     "temperature",
@@ -103,7 +105,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         self._keys = keys
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):
+        if handler_call_details.method.startswith(KEYED):
             metadata = dict(handler_call_details.invocation_metadata or ())
             self._keys.enter(metadata.get("authorization"))
         return await continuation(handler_call_details)

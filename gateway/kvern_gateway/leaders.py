@@ -51,11 +51,14 @@ class Leaders:
                     return address
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
 
-    def stub(self, address: str) -> Any:
+    def channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._dial(address)
-        return cast(Any, session_pb2_grpc.SchedulerServiceStub(channel))
+        return channel
+
+    def stub(self, address: str) -> Any:
+        return cast(Any, session_pb2_grpc.SchedulerServiceStub(self.channel(address)))
 
     async def close(self) -> None:
         for channel in self._channels.values():

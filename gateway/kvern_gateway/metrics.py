@@ -33,6 +33,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    @property
+    def totals(self) -> dict[str, float]:
+        return {"count": sum(self.counts), "seconds": self.total}
+
     def buckets(self) -> list[tuple[str, float]]:
         cumulative, rows = 0, []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc.aio
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from kvern.rpc.channel import Dial, create_channel
 from kvern.rpc.errors import error_from_rpc
-from kvern.v1 import session_pb2
+from kvern.v1 import operations_pb2_grpc, session_pb2
 from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.leaders import Leaders, NoLeader
 from kvern_gateway.open_requests import OpenRequests, SessionLost
@@ -29,6 +30,7 @@ from kvern_gateway.open_requests import OpenRequests, SessionLost
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+OPERATE_TIMEOUT_S = 5.0
 SILENCE_S = 1.25
 _WATCH_S = 0.05
 # Open requests wait this long for a scheduler to come back before they end with UNAVAILABLE.
@@ -50,6 +52,8 @@ class SchedulerClient:
         self.connected = asyncio.Event()
         self.requests = OpenRequests()
         self._leaders = Leaders(addresses, dial)
+        # Of the leader that the session is with, or was.
+        self._address = ""
         self._lost_at: float | None = None
         self._heard_at = 0.0
 
@@ -70,6 +74,20 @@ class SchedulerClient:
         """
         self._check_connected()
         return self.requests.attach(request_id, tenant)
+
+    async def operate(self, method: str, request: Message) -> Any:
+        """The leader's answer to a method of its OperationsService.
+
+        Raises:
+            KvernError: What it refuses, or UNAVAILABLE.
+        """
+        if not self.connected.is_set():
+            raise unavailable("no scheduler is connected; try again shortly")
+        stub = operations_pb2_grpc.OperationsServiceStub(self._leaders.channel(self._address))
+        try:
+            return await getattr(stub, method)(request, timeout=OPERATE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
 
     def _check_connected(self) -> None:
         if not self.connected.is_set():
@@ -144,7 +162,7 @@ class SchedulerClient:
             call.cancel()
 
     def _welcomed(self, address: str, welcome: session_pb2.Welcome) -> None:
-        self.welcome = welcome
+        self.welcome, self._address = welcome, address
         self._lost_at = None
         self.requests.resume()
         self.connected.set()

@@ -24,7 +24,8 @@ from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.rpc.tls import Tls
-from kvern.v1 import generation_pb2_grpc
+from kvern.v1 import generation_pb2_grpc, operations_pb2_grpc
+from kvern_gateway import operations
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.generation import unavailable
 from kvern_gateway.grpc_service import SERVICE_NAME, GenerationService, KeyInterceptor
@@ -193,7 +194,8 @@ class GatewayServer:
     def __init__(self, gateway: Gateway, tls: Tls | None = None) -> None:
         self.gateway = gateway
         self._http = HttpServer(gateway, tls)
-        self._grpc = Server([SERVICE_NAME], tls=tls, interceptors=[KeyInterceptor(gateway.keys)])
+        names = [SERVICE_NAME, operations.SERVICE_NAME]
+        self._grpc = Server(names, tls=tls, interceptors=[KeyInterceptor(gateway.keys)])
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None]
 
@@ -201,6 +203,9 @@ class GatewayServer:
         """Ports of HTTP and gRPC. Raises OSError when one is taken."""
         service = GenerationService(self.gateway)
         add_strictly(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, self._grpc.grpc)
+        operating = operations.OperationsService(self.gateway)
+        add_operations = operations_pb2_grpc.add_OperationsServiceServicer_to_server
+        add_strictly(add_operations, operating, self._grpc.grpc)
         self.failed = asyncio.get_running_loop().create_future()
         ports = await self._http.start(host, http_port), await self._grpc.start(f"{host}:{grpc_port}")
         self._tasks = [

@@ -20,6 +20,7 @@ from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Group, Limits
+from kvern_scheduler.core.journal import MAX_REQUESTS, Journal
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.planner import plan_step
 from kvern_scheduler.core.requests import MAX_CHOICES, Request, Sequence, State
@@ -46,9 +47,11 @@ class Engine:
         retention_s: int = 600,
         orphan_grace_s: float = 30.0,
         clock: Callable[[], float] = time.time,
+        max_timelines: int = MAX_REQUESTS,
     ) -> None:
         self.name = cell_name
-        self.cell = Cell(limits)
+        self.journal = Journal(clock, max_timelines)
+        self.cell = Cell(limits, self.journal)
         self.metrics = metrics
         # Told of each sequence whose end is committed.
         self.ended: list[Callable[[Sequence], None]] = [metrics.finished]
@@ -228,6 +231,9 @@ class Engine:
         plan = fold_step(group, result_from_pb(pb), self.clock())
         self.timings.fold.add(time.perf_counter() - started)
         self.metrics.stepped(plan)
+        waiting = group.queue.num_waiting
+        times = pb.wait_us, pb.prepare_us, pb.forward_us, pb.sample_us
+        self.journal.stepped(group.index, plan, waiting, *times)
 
     def settle(self) -> None:
         """Ends what is overdue, hands the changes to the committer and wakes the groups. After every batch of calls."""
@@ -235,7 +241,9 @@ class Engine:
         if deadline is not None and deadline <= (now := self.clock()):
             self.cell.expire(now)
         if self.cell.changes:
-            self.committer.add(self.cell.take_changes())
+            changes = self.cell.take_changes()
+            changes.num_steps = self.journal.num_steps
+            self.committer.add(changes)
         for pump in list(self.pumps.values()):
             pump()
 
@@ -257,6 +265,7 @@ class Engine:
 
     def release(self, changes: Changes) -> None:
         """Tells the gateways what is committed now."""
+        self.journal.committed(changes.num_steps)
         for request in changes.requests:
             lacks_body = self._unannounced.pop(request.rid, False)
             session = self.subscriptions.session_of(request.sequences[0])

@@ -18,15 +18,18 @@ import uvloop
 
 from kvern.rpc import spellings, tls, tracing
 from kvern.rpc.channel import create_channel
-from kvern.rpc.flags import dialable, port, positive, redis_url
+from kvern.rpc.flags import dialable, not_negative, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
-from kvern.v1 import session_pb2_grpc
+from kvern.v1 import operations_pb2_grpc, session_pb2_grpc
 from kvern_scheduler.address import advertised
 from kvern_scheduler.committer import Committer, Fenced
 from kvern_scheduler.core.group import Limits
+from kvern_scheduler.core.journal import MAX_REQUESTS
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.metrics import Metrics
+from kvern_scheduler.operations import SERVICE_NAME as OPERATIONS
+from kvern_scheduler.operations import OperationsServicer
 from kvern_scheduler.recovery import Archive, acquire, adopt, load
 from kvern_scheduler.service import SERVICE_NAME, SchedulerServicer
 from kvern_scheduler.store.base import Store, StoreRefused, StoreUnavailable
@@ -72,6 +75,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--orphan-grace-s", type=float, default=30.0, metavar="S", help="for requests whose gateway is gone"
+    )
+    parser.add_argument(
+        "--max-timelines",
+        type=not_negative,
+        default=MAX_REQUESTS,
+        metavar="N",
+        help="requests whose timelines are kept for `kvern explain`; 0: none",
     )
     parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
     parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
@@ -119,9 +129,11 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     started = time.monotonic()
     owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     servicer = SchedulerServicer(args.cell, store.name, owner)
-    server = Server([SERVICE_NAME], tls=args.tls)
+    operations = OperationsServicer(servicer.status)
+    server = Server([SERVICE_NAME, OPERATIONS], tls=args.tls)
     dial = functools.partial(create_channel, tls=args.tls)
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server.grpc)
     bound = await server.start(args.listen)
     address = args.advertise_address or advertised(args.listen, bound)
     metrics = Metrics()
@@ -142,7 +154,10 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         if stop.is_set():
             return
         leadership = leading.result()
-        engine = Engine(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s)
+        engine = Engine(
+            *(args.cell, limits_of(args), metrics, args.retention_s, args.orphan_grace_s),
+            max_timelines=args.max_timelines,
+        )
         metrics.watch(engine)
         if args.tracing is not None:
             engine.ended.append(Traces(args.tracing).finished)
@@ -167,6 +182,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
         ]
         computing += [asyncio.create_task(worker.run()) for worker in workers]
         servicer.lead(engine, workers, leadership.epoch, Archive(engine, store, state.retained_s))
+        operations.lead(engine)
         computing.append(asyncio.create_task(engine.tick()))
         computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.instances)))
         log.info(

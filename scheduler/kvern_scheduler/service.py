@@ -125,6 +125,9 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
     async def GetStatus(
         self, request: session_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> session_pb2.GetStatusResponse:
+        return self.status()
+
+    def status(self) -> session_pb2.GetStatusResponse:
         engine = self._engine
         response = session_pb2.GetStatusResponse(
             cell=self._cell_name,

@@ -101,9 +101,13 @@ class FakeScheduler(session_pb2_grpc.SchedulerServiceServicer):
         self._calls: set[Any] = set()
         self.address = ""
 
+    def register(self, server: grpc.aio.Server) -> None:
+        """Other services that it has."""
+
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._server = Server(["kvern.v1.SchedulerService"])
         session_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server.grpc)
+        self.register(self._server.grpc)
         port = await self._server.start(address)
         self.address = f"127.0.0.1:{port}"
         await self._server.set_serving(True)

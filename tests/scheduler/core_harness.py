@@ -13,6 +13,7 @@ from kvern_scheduler.convert import plan_to_pb, result_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Group, Limits
+from kvern_scheduler.core.journal import Journal
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.planner import plan_step
 from kvern_scheduler.core.requests import Request, Sequence, Submission, sequence_seed
@@ -33,16 +34,17 @@ class CoreHarness:
 
     def __init__(self, config: SimConfig, **limits: Any) -> None:
         self.config = config
+        self.now = 0.0
         self.cell = Cell(
             Limits(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 **limits,
-            )
+            ),
+            Journal(lambda: self.now),
         )
         self.group = self.connect()
         self.results: deque[worker_pb2.StepResult] = deque()
-        self.now = 0.0
         self.num_plans = 0
         self.largest_batch = 0
         self.largest_step = 0
@@ -97,7 +99,8 @@ class CoreHarness:
         return plan
 
     def fold(self) -> None:
-        fold_step(self.group, result_from_pb(self.results.popleft()), self.now)
+        plan = fold_step(self.group, result_from_pb(self.results.popleft()), self.now)
+        self.cell.journal.stepped(self.group.index, plan, self.group.queue.num_waiting, 0, 0, 0, 0)
 
     def lose(self, *, keep_blocks: bool) -> None:
         """The worker is gone and comes back, with or without its blocks."""

@@ -298,8 +298,8 @@ def simulated(simulation: Simulation) -> Iterator[None]:
     world, network, cluster = simulation.world, simulation.network, simulation.cluster
     clock = _Time(world)
 
-    def make_engine(*arguments: Any) -> engine.Engine:
-        made = engine.Engine(*arguments, clock=world.time)
+    def make_engine(*arguments: Any, **options: Any) -> engine.Engine:
+        made = engine.Engine(*arguments, **options, clock=world.time)
         cluster.note_engine(made)
         return made
 

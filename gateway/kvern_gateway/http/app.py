@@ -20,6 +20,7 @@ from kvern_gateway.http.chat import parse_chat, render_messages
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
+from kvern_gateway.http.operations import Blocks, Status, TimelineJson, Timelines, TimelineSvg
 from kvern_gateway.http.wire import (
     Receive,
     Scope,
@@ -56,6 +57,11 @@ def create_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/models/{name:path}", _ModelRoute(gateway), methods=get),
         Route("/version", cold(_version, body=False), methods=get),
         Route("/load", cold(_load, body=False), methods=get),
+        Route("/v1/requests", Timelines(gateway), methods=get),
+        Route("/v1/requests/{name:path}/timeline", TimelineJson(gateway), methods=get),
+        Route("/v1/requests/{name:path}/timeline.svg", TimelineSvg(gateway), methods=get),
+        Route("/v1/blocks", Blocks(gateway), methods=get),
+        Route("/v1/status", Status(gateway), methods=get),
         Route("/health", _Health(gateway), methods=get),
         Route("/ping", _Health(gateway), methods=[*get, *post]),
         Route("/metrics", _MetricsRoute(gateway), methods=get),

@@ -13,6 +13,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """A whole number from 0."""
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 def port(text: str) -> int:
     """A TCP port; 0 stands for any free one."""
     value = _whole(text)

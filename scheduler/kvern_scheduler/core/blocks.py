@@ -57,6 +57,12 @@ class BlockPool:
     def num_indexed(self) -> int:
         return len(self._index)
 
+    def states(self) -> npt.NDArray[np.uint8]:
+        """By block: 0 free, 1 cached, 2 read by several, 3 read by one."""
+        states = np.minimum(self._readers + 2, 4).astype(np.uint8)
+        states[self._readers == 0] = self._indexed[self._readers == 0]
+        return np.where(states == 4, np.uint8(2), states)
+
     def allocate(self, count: int) -> U32:
         """``count`` blocks with new generations, one reader each. Evicts the least recently used cached ones where
         free blocks don't suffice. Raises ValueError where both together don't."""

@@ -12,6 +12,7 @@ from kvern.v1 import error_pb2, model_pb2, sampling_pb2
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.group import Group, Limits, finish_sequence
+from kvern_scheduler.core.journal import Journal, Kind
 from kvern_scheduler.core.requests import Request, Sequence, State, Submission
 from kvern_scheduler.core.validate import check_capacity, check_submission, check_whole
 
@@ -21,8 +22,9 @@ MAX_LOSSES = 5
 class Cell:
     """One model's requests and worker groups. Times are Unix seconds and passed in."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, journal: Journal | None = None) -> None:
         self.limits = limits
+        self.journal = journal or Journal()
         self.model: model_pb2.ModelInfo | None = None
         self.block_size = 0
         self.groups: dict[int, Group] = {}
@@ -75,7 +77,15 @@ class Cell:
             max_num_seqs=max(1, min(self.limits.max_num_seqs, max_num_seqs, tokens)),
         )
         group = Group(
-            self._next_group, model, num_blocks, block_size, limits, self.changes, num_state_blocks, max_loras
+            self._next_group,
+            model,
+            num_blocks,
+            block_size,
+            limits,
+            self.changes,
+            self.journal,
+            num_state_blocks,
+            max_loras,
         )
         self._next_group += 1
         self.readmit_group(group)
@@ -100,6 +110,7 @@ class Cell:
         suspects = [sequence for sequence in group.batch.sequences if sequence is not None]
         for sequence in group.lose(keep_blocks=keep_blocks):
             sequence.group = None
+            self.journal.note(sequence, Kind.LOST, group.index, group.folded)
             self._place(sequence)
         for sequence in suspects:
             stuck = sequence.num_tokens == sequence.num_tokens_at_loss
@@ -114,24 +125,26 @@ class Cell:
 
     def _place(self, sequence: Sequence) -> None:
         """Into the queue of a group; where none has room for it even alone, it waits for one that has."""
-        group = self._route(sequence) if self.groups else None
+        group, cached = self._route(sequence) if self.groups else (None, -1)
         if group is not None and group.can_hold(sequence):
-            group.enqueue(sequence)
+            group.enqueue(sequence, cached)
         else:
+            self.journal.note(sequence, Kind.HOMELESS)
             self._homeless.append(sequence)
 
-    def _route(self, sequence: Sequence) -> Group:
+    def _route(self, sequence: Sequence) -> tuple[Group, int]:
         """The group with the least to compute before this sequence's next token: its own work less what the group has
-        cached, behind what the group has queued."""
+        cached, behind what the group has queued. And its tokens cached there; −1 where there is no choice."""
         if len(self.groups) == 1:
-            return next(iter(self.groups.values()))
+            return next(iter(self.groups.values())), -1
 
-        def cost(group: Group) -> tuple[bool, int, int]:
+        def cost(group: Group) -> tuple[bool, int, int, int]:
             too_small = not group.can_hold(sequence)
             cached = len(group.match(sequence.hashes, len(sequence.hashes))[0]) * group.block_size
-            return too_small, sequence.num_tokens - cached + group.load, group.index
+            return too_small, sequence.num_tokens - cached + group.load, group.index, cached
 
-        return min(self.groups.values(), key=cost)
+        _, _, index, cached = min(map(cost, self.groups.values()))
+        return self.groups[index], cached
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -206,7 +219,7 @@ class Cell:
             retry_after_ms=1000,
         )
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, restored: bool = False) -> None:
         self.requests[request.rid] = request
         self._by_name[request.key] = request
         if request.submission.deadline:
@@ -217,19 +230,26 @@ class Cell:
                 self._rows.append(sequence)
             else:
                 self._rows[sequence.row] = sequence
+        if request.num_unfinished:
+            self.journal.begin(request)
+        if restored:
+            for sequence in request.sequences:
+                self.journal.note(sequence, Kind.RESTORED, x=len(sequence.output))
         alive = [s for s in request.sequences if s.state is State.WAITING]
         shareable = self.limits.enable_prefix_caching and request.submission.hashes
         first = request.sequences[0]
         if shareable and first.state is State.WAITING and not first.output and len(alive) > 1:
             request.waiting_siblings = alive[1:]
             alive = alive[:1]
+            for sibling in request.waiting_siblings:
+                self.journal.note(sibling, Kind.HELD)
         for sequence in alive:
             self._place(sequence)
 
     def restore(self, request: Request) -> None:
         """A request of an earlier leader: its unfinished sequences queue, the finished ones stay readable."""
         self._next_rid = max(self._next_rid, request.rid + 1)
-        self._admit(request)
+        self._admit(request, restored=True)
 
     def skip_rids(self, next_rid: int) -> None:
         """No new request gets a number below ``next_rid``."""
@@ -254,7 +274,7 @@ class Cell:
             return
         if sequence in self._homeless:
             self._homeless.remove(sequence)
-        finish_sequence(sequence, reason, now, self.changes, error=error)
+        finish_sequence(sequence, reason, now, self.changes, self.journal, error=error)
         if sequence.choice == 0:
             siblings, sequence.request.waiting_siblings = sequence.request.waiting_siblings, []
             for sibling in siblings:

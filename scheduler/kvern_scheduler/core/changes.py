@@ -53,6 +53,8 @@ class Changes:
     logprobs: list[Logprobs] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     indexed: list[Indexed] = field(default_factory=list)
+    num_steps: int = 0
+    """Steps that the journal knew of when they were taken."""
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.requests or self.finished or self.indexed or self.logprobs)
@@ -63,9 +65,12 @@ class Changes:
         self.logprobs += later.logprobs
         self.finished += later.finished
         self.indexed += later.indexed
+        self.num_steps = max(self.num_steps, later.num_steps)
 
     def take(self) -> Changes:
         """Hands everything over and starts anew."""
-        taken = Changes(self.requests, self.tokens, self.logprobs, self.finished, self.indexed)
+        taken = Changes(
+            self.requests, self.tokens, self.logprobs, self.finished, self.indexed, self.num_steps
+        )
         self.requests, self.tokens, self.logprobs, self.finished, self.indexed = [], [], [], [], []
         return taken

@@ -17,6 +17,7 @@ from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
+from kvern_scheduler.core.journal import Kind
 from kvern_scheduler.core.plan import Plan, Result, Saves
 from kvern_scheduler.core.requests import Sequence
 
@@ -39,6 +40,7 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         errors = _match(batch, plan, result, alive)
     sampled, tokens = _sampled(group.batch, plan, result, alive)
     group.in_flight.popleft()
+    group.folded = plan.step
     if result.logprobs:
         _take_logprobs(group, plan, result, alive)
     if plan.prefill_slots:
@@ -152,6 +154,7 @@ def _note_first_tokens(group: Group, plan: Plan, alive: Mask | None, now: float)
         if sequence is None or not (alive is None or alive[slot]):
             continue
         sequence.first_token = sequence.first_token or now
+        group.journal.note(sequence, Kind.PREFILLED, group.index, plan.step)
         if sequence.request.waiting_siblings:
             group.release_siblings(sequence)
 

@@ -14,6 +14,7 @@ from kvern_scheduler.core.batch import Batch
 from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.errors import IntegrityError
+from kvern_scheduler.core.journal import Journal, Kind
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.queue import WaitQueue
 from kvern_scheduler.core.requests import Finish, Sequence, State
@@ -54,6 +55,7 @@ class Group:
         block_size: int,
         limits: Limits,
         changes: Changes,
+        journal: Journal,
         num_state_blocks: int = 0,
         max_loras: int = 0,
     ) -> None:
@@ -75,11 +77,14 @@ class Group:
         self.batch = Batch(model, limits.max_num_seqs, block_size)
         self.queue = WaitQueue(limits.long_threshold)
         self.changes = changes
+        self.journal = journal
         self.adapters = SlotTable(max_loras)
         self.prefilling: dict[int, None] = {}
         self.released: list[int] = []
         self.in_flight: deque[Plan] = deque()
         self.step = 0
+        # The newest step whose result is in.
+        self.folded = 0
         # Blocks promised to protected sequences and not yet allocated.
         self.num_reserved = 0
         self.num_preemptions = 0
@@ -145,8 +150,10 @@ class Group:
         last = (start + length) // size * size
         return last - start if last > start else length
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: Sequence, cached: int = -1) -> None:
+        """``cached``: tokens of it that routing found here, where it had a choice."""
         sequence.group = self
+        self.journal.note(sequence, Kind.QUEUED, self.index, self.folded, cached, self.queue.num_tokens)
         self.queue.push(sequence)
 
     def vacate(self, slot: int) -> Sequence:
@@ -166,6 +173,7 @@ class Group:
         """Back to the queue with its outputs; its KV is recomputed, as far as the index forgets it."""
         sequence = self.vacate(slot)
         sequence.num_preemptions += 1
+        self.journal.note(sequence, Kind.PREEMPTED, self.index, self.folded)
         self.num_preemptions += 1
         self.queue.push(sequence)
 
@@ -187,7 +195,15 @@ class Group:
         elif sequence not in sequence.request.waiting_siblings:
             self.queue.forget(sequence)
         finish_sequence(
-            sequence, reason, now, self.changes, stop_token_id=stop_token_id, error=error, embedding=embedding
+            sequence,
+            reason,
+            now,
+            self.changes,
+            self.journal,
+            step=self.folded,
+            stop_token_id=stop_token_id,
+            error=error,
+            embedding=embedding,
         )
         if sequence.choice == 0:
             self.release_siblings(sequence)
@@ -260,7 +276,9 @@ def finish_sequence(
     reason: sampling_pb2.FinishReason.ValueType,
     now: float,
     changes: Changes,
+    journal: Journal,
     *,
+    step: int = 0,
     stop_token_id: int | None = None,
     error: KvernError | None = None,
     embedding: bytes = b"",
@@ -282,4 +300,6 @@ def finish_sequence(
         e2e_seconds=max(0.0, now - arrived),
     )
     sequence.request.num_unfinished -= 1
+    group = sequence.group.index if isinstance(sequence.group, Group) else 0
+    journal.note(sequence, Kind.FINISHED, group, step, reason, len(sequence.output))
     changes.finished.append(sequence)

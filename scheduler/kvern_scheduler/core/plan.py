@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvern.media import MAX_MEDIA_BYTES
 from kvern.v1 import worker_pb2
 from kvern_scheduler.core.batch import Cohort
+from kvern_scheduler.core.journal import Blocked
 from kvern_scheduler.core.requests import Sequence
 
 U32 = npt.NDArray[np.uint32]
@@ -61,6 +62,10 @@ class Plan:
     """Those that end their prompt, and sample, come last."""
 
     saves: Saves = field(default_factory=Saves)
+    planned: float = 0.0
+    """Unix seconds."""
+    blocked: Blocked = Blocked.NOTHING
+    """Why what waits was not taken in."""
 
     # For fold.
     prefill_ends: list[int] = field(default_factory=list)

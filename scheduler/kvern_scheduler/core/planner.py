@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvern_scheduler.core.batch import Cohort
 from kvern_scheduler.core.blocks import BlockPool
 from kvern_scheduler.core.group import Group
+from kvern_scheduler.core.journal import Blocked, Kind
 from kvern_scheduler.core.plan import Entry, Plan, Saves
 from kvern_scheduler.core.requests import Sequence, State
 
@@ -25,7 +26,7 @@ def plan_step(group: Group, now: float) -> Plan | None:
     if len(group.in_flight) >= group.limits.max_plans_in_flight:
         return None
     decoders, grown = _grow_decoders(group)
-    plan = Plan(group.step + 1, decoders, decoders)
+    plan = Plan(group.step + 1, decoders, decoders, planned=now)
     if grown.size:
         plan.append_slots = grown.astype(np.uint32)
         plan.append_blocks = group.batch.table[grown, group.batch.num_blocks[grown] - 1]
@@ -93,7 +94,11 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         give(slot)
     while budget > 0 and batch.free_slots:
         sequence = group.queue.peek(allow_long=len(long) < group.limits.max_long_prefills)
-        if sequence is None or (group.whole_prompts and sequence.num_tokens > budget):
+        if sequence is None:
+            blocked = Blocked.ADAPTER if group.queue.has_parked else Blocked.LONG_PROMPTS
+            break
+        if group.whole_prompts and sequence.num_tokens > budget:
+            blocked = Blocked.TOKENS
             break
         if not plan.takes_media(sequence):
             break
@@ -102,9 +107,14 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
             continue
         entry = _admit(group, sequence, now)
         if entry is None:
+            blocked = Blocked.BLOCKS
             break
         plan.entries.append(entry)
         give(entry.slot)
+    else:
+        blocked = Blocked.TOKENS if batch.free_slots else Blocked.SLOTS
+    if group.queue.num_waiting:
+        plan.blocked = blocked
     for slot in long:
         left = int(batch.num_tokens[slot]) - batch.num_scheduled(slot)
         given = chunks.get(slot, 0)
@@ -143,6 +153,7 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     group.num_prefix_hits += len(hits) * size
     group.prefilling[slot] = None
     sequence.state = State.RUNNING
+    group.journal.note(sequence, Kind.ADMITTED, group.index, group.step + 1, len(hits) * size, blocks.size)
     if not sequence.first_scheduled:
         sequence.first_scheduled = now
         sequence.num_cached_tokens = min(len(hits) * size, sequence.num_prompt)
@@ -178,8 +189,10 @@ def _schedule_chunks(group: Group, plan: Plan, chunks: dict[int, int]) -> None:
     """Writes the chunks into the batch and the plan. Those that end their prompt sample, and decode from then on."""
     batch = group.batch
     ending: list[int] = []
+    note, index, step = group.journal.note, group.index, plan.step
     for slot, length in chunks.items():
         batch.room[slot] -= length
+        note(batch.sequences[slot], Kind.CHUNK, index, step, length, batch.num_scheduled(slot))  # type: ignore[arg-type]
         if batch.num_scheduled(slot) == batch.num_tokens[slot]:
             ending.append(slot)
             batch.start_decoding(slot)

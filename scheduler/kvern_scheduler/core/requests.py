@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvern.block_hash import Image, extend_hashes, extra_keys
 from kvern.errors import KvernError
 from kvern.v1 import media_pb2, sampling_pb2
+from kvern_scheduler.core.journal import Event
 
 MAX_CHOICES = 128
 CHOICE_BITS = 7
@@ -137,6 +138,7 @@ class Sequence:
         "seq_no",
         "slot",
         "state",
+        "trail",
     )
 
     def __init__(self, request: Request, choice: int) -> None:
@@ -166,6 +168,8 @@ class Sequence:
         self.first_scheduled = 0.0
         self.first_token = 0.0
         self.finish: Finish | None = None
+        # What the journal keeps of it; None: nothing.
+        self.trail: list[Event] | None = None
         # The end is committed, so gateways may know of it.
         self.announced = False
 

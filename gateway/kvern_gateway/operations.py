@@ -1,0 +1,53 @@
+"""kvern.v1.OperationsService at a gateway: passes calls on to the leading scheduler, each tenant's for its own requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from kvern.v1 import operations_pb2 as pb
+from kvern.v1 import operations_pb2_grpc
+from kvern_gateway.gateway import Gateway
+from kvern_gateway.keys import current
+
+SERVICE_NAME = "kvern.v1.OperationsService"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def own_tenant(gateway: Gateway) -> str | None:
+    """Whose requests the caller may see; None: all."""
+    return current().tenant.name if gateway.keys.required else None
+
+
+async def get_timeline(gateway: Gateway, request_id: str) -> pb.Timeline:
+    """Raises KvernError REQUEST_NOT_FOUND or UNAVAILABLE."""
+    request = pb.GetTimelineRequest(request_id=request_id, tenant=own_tenant(gateway))
+    answer: pb.GetTimelineResponse = await gateway.client.operate("GetTimeline", request)
+    return answer.timeline
+
+
+async def list_timelines(gateway: Gateway, limit: int) -> pb.ListTimelinesResponse:
+    """Raises KvernError UNAVAILABLE."""
+    request = pb.ListTimelinesRequest(tenant=own_tenant(gateway), limit=limit)
+    answer: pb.ListTimelinesResponse = await gateway.client.operate("ListTimelines", request)
+    return answer
+
+
+class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
+        return pb.GetTimelineResponse(timeline=await get_timeline(self._gateway, request.request_id))
+
+    async def ListTimelines(
+        self, request: pb.ListTimelinesRequest, context: Context
+    ) -> pb.ListTimelinesResponse:
+        return await list_timelines(self._gateway, request.limit)
+
+    async def GetBlocks(self, request: pb.GetBlocksRequest, context: Context) -> Any:
+        return await self._gateway.client.operate("GetBlocks", request)
+
+    async def GetCellStatus(self, request: pb.GetCellStatusRequest, context: Context) -> Any:
+        return await self._gateway.client.operate("GetCellStatus", request)

@@ -1,0 +1,1 @@
+"""A request's timeline, in words and as a picture."""

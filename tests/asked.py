@@ -228,6 +228,11 @@ ROWS: dict[str, list[Row]] = {
             "`kvern explain`, `/v1/requests/ID/timeline`, `OperationsService`",
             ("scheduler/test_timelines.py", "gateway/test_operations.py"),
         ),
+        Row(
+            "what it is doing, live",
+            "`kvern top`; the page at the gateway's `/`",
+            ("e2e/test_ui.py",),
+        ),
         Row("profiler", "", missing="`kvern profile`"),
     ],
     "Deployment": [

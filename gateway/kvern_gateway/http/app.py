@@ -21,6 +21,7 @@ from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
 from kvern_gateway.http.operations import Blocks, Status, TimelineJson, Timelines, TimelineSvg
+from kvern_gateway.http.ui import UI_FILES, Ui
 from kvern_gateway.http.wire import (
     Receive,
     Scope,
@@ -37,7 +38,8 @@ from kvern_gateway.http.wire import (
 from kvern_gateway.validation import Fields, check_model, check_token_ids
 
 VERSION = importlib.metadata.version("kvern")
-PUBLIC = {"/health", "/ping", "/metrics", "/version"}
+# The page is public; what it shows is not.
+PUBLIC = {"/", "/ui", *(f"/ui/{name}" for name in UI_FILES), "/health", "/ping", "/metrics", "/version"}
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 
 JsonHandler = Callable[[Gateway, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -47,6 +49,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     """The ASGI app; it must be served by :class:`~kvern_gateway.http.protocol.Connection`."""
     post, get = ["POST"], ["GET"]
     cold = functools.partial(_JsonRoute, gateway)
+    ui = Ui()
     routes = [
         Route("/v1/chat/completions", GenerateRoute(gateway, parse_chat), methods=post),
         Route("/v1/completions", GenerateRoute(gateway, parse_completion), methods=post),
@@ -62,6 +65,9 @@ def create_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/requests/{name:path}/timeline.svg", TimelineSvg(gateway), methods=get),
         Route("/v1/blocks", Blocks(gateway), methods=get),
         Route("/v1/status", Status(gateway), methods=get),
+        Route("/", ui, methods=get),
+        Route("/ui", ui, methods=get),
+        Route("/ui/{name}", ui, methods=get),
         Route("/health", _Health(gateway), methods=get),
         Route("/ping", _Health(gateway), methods=[*get, *post]),
         Route("/metrics", _MetricsRoute(gateway), methods=get),

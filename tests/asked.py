@@ -62,7 +62,18 @@ ROWS: dict[str, list[Row]] = {
             "entry points `kvern.models`",
             ("parity/test_family_parity.py",),
         ),
-        Row("`--enforce-eager`", "accepted, no effect: no graphs are captured", (SPELLINGS,)),
+        Row(
+            "`--enforce-eager`, `--cudagraph-capture-sizes`",
+            "on a GPU decode steps are CUDA graphs of padded batches",
+            ("worker/gpu/test_gpu_parts.py", "worker/gpu/test_gpu_worker.py"),
+            "padded steps are run by Triton's interpreter; no graph was captured on a GPU yet",
+        ),
+        Row(
+            "`--device cuda`",
+            "the same executor on Triton kernels; sampling on the device",
+            ("worker/gpu/test_gpu_worker.py", "worker/gpu/test_gpu_parts.py"),
+            "interpreted, not yet run on a GPU; no hybrids, images, LoRA, MLA",
+        ),
     ],
     "Parallelism": [
         Row("`--tensor-parallel-size`", "", missing=REFUSED),
@@ -146,7 +157,7 @@ ROWS: dict[str, list[Row]] = {
         Row("fallback with a warning", "C++ → torch reference", ("kernels/test_kernel_dispatch.py",)),
         Row(
             "batch-invariant results",
-            "default on CPUs",
+            "default on CPUs, `--exact` on GPUs",
             ("worker/test_worker_parity.py", "kernels/test_linear_kernel.py"),
         ),
     ],

@@ -16,6 +16,7 @@ KNOWN = {
     "--no-enable-prefix-caching",
     "--trust-remote-code",
     "--http-port",
+    "--cudagraph-capture-sizes",
 }
 SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code"}
 
@@ -46,7 +47,11 @@ SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-re
         ("--enable-prefix-caching=true", "--enable-prefix-caching", ""),
         ("--gguf_model a.gguf", "--model a.gguf", "--gguf_model is called --model here"),
         ("--chunked-prefill", "", "--chunked-prefill is called --enable-chunked-prefill here"),
-        ("--enforce-eager --model m", "--model m", "--enforce-eager has no effect: no graphs are captured"),
+        (
+            "--cuda-graph-sizes 4",
+            "--cudagraph-capture-sizes 4",
+            "--cuda-graph-sizes is called --cudagraph-capture-sizes here",
+        ),
         ("-tp 1", "", "-tp is called --tensor-parallel-size here"),
         ("--swap-space 0", "", "--swap-space is called --kv-offloading-size here"),
         ("--model -- --x", "--model -- --x", ""),

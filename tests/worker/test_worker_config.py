@@ -107,7 +107,9 @@ def test_scaled_rotary_frequencies_equal_transformers(scaling: dict[str, Any], l
     # transformers takes LongRoPE's two lengths from the top level.
     top = {"original_max_position_embeddings": original} if scaling["rope_type"] == "longrope" else {}
     config = transformers.LlamaConfig(
-        **{"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 4096},
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
         rope_parameters=parameters,
         **top,
     )

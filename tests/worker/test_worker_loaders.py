@@ -19,7 +19,7 @@ from worker.mini_scheduler import generate
 
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2
-from kvern_worker import loading
+from kvern_worker import device, loading
 from kvern_worker.weights.checkpoint import Checkpoint, bundled_model, open_checkpoint
 from kvern_worker.weights.dequantize import dequantize_into
 from kvern_worker.weights.gguf_file import TENSOR_TYPES, GgufFile
@@ -142,7 +142,7 @@ def test_too_little_memory_is_told_by_its_parts(checkpoint: Folders, monkeypatch
     assert parts["embedding and head"] == 2 * 263 * 144 * 4
     total = sum(tensor.nbytes for tensor in load_file(checkpoint("llama") / "model.safetensors").values())
     assert sum(parts.values()) == total == loading.weight_bytes(opened, torch.float32)
-    monkeypatch.setattr(loading, "available_memory", lambda: total)
+    monkeypatch.setattr(device, "available_memory", lambda: total)
     with pytest.raises(
         KvernError, match=r"embedding and head .* experts 0.00, other layers .* KV block .* free"
     ) as caught:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worker.test_worker_batch import new_sequence, plan_of
 
 from kvern.rpc.channel import create_channel
@@ -93,9 +94,18 @@ async def test_the_simulated_device_serves(tmp_path: Path) -> None:
         assert (now.num_blocks, now.model.vocab_size) == (128, 500)
 
 
-@pytest.mark.parametrize("flags", [("--device", "cuda"), ("--max-model-len", "lots"), ("--dtype", "int3")])
+@pytest.mark.parametrize("flags", [("--device", "tpu"), ("--max-model-len", "lots"), ("--dtype", "int3")])
 async def test_bad_flags_end_the_process_before_it_listens(tmp_path: Path, flags: tuple[str, ...]) -> None:
     async with started(tmp_path, *flags) as (process, _):
         _, stderr = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 2
         assert flags[1] in stderr.decode().splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_a_gpu_that_is_not_there_ends_the_process_with_what_to_do(tmp_path: Path) -> None:
+    async with started(tmp_path, "--device", "cuda") as (process, _):
+        _, stderr = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 1
+        assert "--device cuda: torch" in (last := stderr.decode().splitlines()[-1])
+        assert last.endswith("or use --device cpu")

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvern.v1.sampling_pb2 import TokenLogprobs
 from kvern_worker.layers.attention import StepInputs
 from kvern_worker.logprobs import token_logprobs
+from kvern_worker.machine import available_memory
 from kvern_worker.models.registry import Model
 from kvern_worker.sampling import Sampled, sample
 from kvern_worker.sampling_state import SamplingState
@@ -24,6 +25,10 @@ class Device(Protocol):
 
     name: str
     place: torch.device
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free on ``place``, and of them and others all that there are to share out."""
+        ...
 
     def forward(self, model: Model, step: StepInputs) -> Any:
         """Runs the layers on ``step``, whose tensors are the host's; what comes back is for ``model.logits``."""
@@ -53,6 +58,10 @@ class Host:
 
     name = "cpu"
     place = torch.device("cpu")
+
+    def memory(self) -> tuple[int, int]:
+        free = available_memory()
+        return free, free
 
     def forward(self, model: Model, step: StepInputs) -> Any:
         return model.forward(step)

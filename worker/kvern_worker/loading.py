@@ -6,8 +6,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,10 +21,13 @@ from kvern_kernels import kv_cache
 from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.adapters.slots import AdapterSlots
 from kvern_worker.config import unsupported
+from kvern_worker.device import Host
 from kvern_worker.executor import Limits, ModelExecutor
+from kvern_worker.gpu import loading as gpu_loading
+from kvern_worker.gpu.device import Gpu, open_gpu
 from kvern_worker.images import BatchImages, Seeing
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
-from kvern_worker.machine import available_memory, has_fast_bfloat16, physical_cores
+from kvern_worker.machine import has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
 from kvern_worker.pooling import PoolingConfig, choose_pooling
 from kvern_worker.quantization import Asked
@@ -54,6 +57,12 @@ class LoadOptions:
     """See the flags of kvern-worker. None: chosen from model and machine."""
 
     model: str
+    # "cpu", "cuda", or "interpreter": what a GPU would do, on the CPU, by Triton's interpreter.
+    device: str = "cpu"
+    attention_backend: str | None = None
+    exact: bool | None = None
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
     served_model_name: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
@@ -85,6 +94,7 @@ class LoadOptions:
 def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     """Raises KvernError with what is wrong with the model or the options."""
     _validate(options)
+    device = _open_device(options.device)
     threads = options.threads or physical_cores()
     with _phase("open", model=options.model):
         checkpoint = open_checkpoint(
@@ -98,12 +108,15 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         if pooling and pooling.max_length and options.max_model_len is None:
             longest = min(checkpoint.config.max_positions, pooling.max_length)
             checkpoint = replace(checkpoint, config=replace(checkpoint.config, max_positions=longest))
-        dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, has_fast_bfloat16())
+        dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, _multiplies_bfloat16(device))
         progress.start(checkpoint.source.total_bytes)
     config, dtype = checkpoint.config, DTYPES[dtype_name]
     kv_dtype_name = choose_kv_dtype(options.kv_cache_dtype, dtype_name)
     kv_dtype = kv_cache.DTYPES[kv_dtype_name]
-    size = _size(options, checkpoint, dtype, kv_dtype)
+    if isinstance(device, Gpu):
+        gpu_loading.check(checkpoint.file, config, kv_dtype_name, options.max_loras)
+        gpu_loading.use_exact(bool(options.exact))
+    size = _size(options, checkpoint, dtype, kv_dtype, device)
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
         large = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
@@ -122,7 +135,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     ):
         cache = KvCache(
             config.kv_layers,
-            size.num_blocks,
+            size.num_blocks if isinstance(device, Host) else 1,  # until the rest is measured
             config.num_kv_heads,
             size.block_size,
             config.head_dim,
@@ -130,6 +143,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             config.states,
             size.state_slots,
             size.num_checkpoints,
+            device.place,
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
@@ -140,14 +154,33 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             quantization=config.quantization,
             online=checkpoint.online,
             adapters=slots,
+            device=device.place,
         )
-        model = checkpoint.file.build(config, loader, cache, size.max_model_len)
+        with nullcontext() if isinstance(device, Host) else device.place:
+            model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes
     if slots is not None and not slots.targets:
         raise invalid("enable_lora", f"{config.architecture} has no linear layers that take adapters")
+    if isinstance(device, Gpu):
+        with _phase("kv_cache") as done:
+            size = gpu_loading.fit_cache(
+                *(device, model, cache, size),
+                asked_bytes=options.kv_cache_memory_bytes,
+                asked_len=options.max_model_len,
+                utilization=options.gpu_memory_utilization,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+            )
+            done.update(blocks=size.num_blocks, tokens=size.num_tokens, max_model_len=size.max_model_len)
     with _phase("warmup"):
-        _warm_up(model, pooling)
+        _warm_up(device, model, pooling)
+        if isinstance(device, Gpu) and not options.enforce_eager and pooling is None:
+            longest = -(-size.max_model_len // size.block_size)
+            gpu_loading.capture_graphs(
+                *(device, model, options.cudagraph_capture_sizes, options.max_num_seqs, longest),
+                options.attention_backend,
+            )
     info = model_pb2.ModelInfo(
         name=options.served_model_name or Path(options.model).stem,
         architecture=config.architecture,
@@ -174,8 +207,20 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         cached = int(options.mm_processor_cache_gb * GIB)
         images = BatchImages(model, dtype, checkpoint.path, max_num_seqs, cached)
     return ModelExecutor(
-        model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read, images=images
+        *(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read),
+        device=device,
+        images=images,
     )
+
+
+def _open_device(name: str) -> Host | Gpu:
+    if name == "interpreter":
+        return Gpu(torch.device("cpu"))
+    return open_gpu() if name == "cuda" else Host()
+
+
+def _multiplies_bfloat16(device: Host | Gpu) -> bool:
+    return has_fast_bfloat16() if device.place.type == "cpu" else torch.cuda.is_bf16_supported()
 
 
 def _adapters(options: LoadOptions, dtype: torch.dtype) -> AdapterLibrary | None:
@@ -230,7 +275,13 @@ def choose_kv_dtype(requested: str, dtype: str) -> str:
     return chosen
 
 
-def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype) -> KvSize:
+def _size(
+    options: LoadOptions,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: Host | Gpu,
+) -> KvSize:
     """Before the weights are read, so that what cannot fit fails at once."""
     config = checkpoint.config
     if not config.kv_layers:
@@ -238,7 +289,7 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
             f"{config.architecture} without any attention layer is not supported: all {config.num_layers} keep states",
             field="layers_block_type",
         )
-    available = available_memory()
+    available, _ = device.memory()
     weights = weight_bytes(checkpoint, dtype) + adapter_bytes(checkpoint, options, dtype)
     per_block = block_bytes(
         len(config.kv_layers), config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
@@ -254,7 +305,10 @@ def _size(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype, kv_d
             value=weights + per_block,
             limit=available,
         )
-    pool = kv_bytes(options.kv_cache_memory_bytes, options.gpu_memory_utilization, available, weights)
+    utilization = options.gpu_memory_utilization
+    if utilization is None and isinstance(device, Gpu):
+        utilization = 1.0  # a bound, until what a step needs is measured
+    pool = kv_bytes(options.kv_cache_memory_bytes, utilization, available, weights)
     if config.bidirectional and options.kv_cache_memory_bytes is None:
         # Two steps in flight, and as much again that waits to be released.
         steps = 4 * (-(-options.max_num_batched_tokens // options.block_size) + options.max_num_seqs)
@@ -315,9 +369,9 @@ def weight_parts(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def _warm_up(model: registry.Model, pooling: PoolingConfig | None) -> None:
+def _warm_up(device: Host | Gpu, model: registry.Model, pooling: PoolingConfig | None) -> None:
     """Loads and tunes what the first request would else wait for."""
-    states = model.forward(warm_up_step())
+    states = device.forward(model, warm_up_step())
     if pooling is None:
         model.logits(states, slice(0, 1))
         return

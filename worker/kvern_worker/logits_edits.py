@@ -60,24 +60,24 @@ def penalize(
 
 def edit(logits: Floats, slots: Ints, num_tokens: Ints, state: SamplingState) -> None:
     """Allowed, biased, banned ids, and stop ids where ``min_tokens`` is not reached, in place."""
-    rows, ids = _pairs(slots, state.allowed)
+    rows, ids = pairs(slots, state.allowed)
     if len(rows):
         kept = logits[rows, ids]
         logits[np.unique(rows)] = -np.inf
         logits[rows, ids] = kept
-    rows, ids = _pairs(slots, {slot: ids for slot, (ids, _) in state.bias.items()})
+    rows, ids = pairs(slots, {slot: ids for slot, (ids, _) in state.bias.items()})
     if len(rows):
         logits[rows, ids] += np.concatenate(
             [state.bias[slot][1] for slot in slots.tolist() if slot in state.bias]
         )
-    rows, ids = _pairs(slots, state.banned)
+    rows, ids = pairs(slots, state.banned)
     logits[rows, ids] = -np.inf
-    rows, ids = _pairs(slots, state.stops)
+    rows, ids = pairs(slots, state.stops)
     early = num_tokens[rows] < state.stop_from[slots[rows]]
     logits[rows[early], ids[early]] = -np.inf
 
 
-def _pairs(slots: Ints, table: dict[int, Ints]) -> tuple[Ints, Ints]:
+def pairs(slots: Ints, table: dict[int, Ints]) -> tuple[Ints, Ints]:
     """(row, token id) of every entry that ``table`` has for ``slots``."""
     held = [(row, table[slot]) for row, slot in enumerate(slots.tolist()) if slot in table] if table else []
     if not held:

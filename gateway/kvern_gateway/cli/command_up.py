@@ -105,6 +105,19 @@ def up(
         str | None,
         typer.Option(help="TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN"),
     ] = None,
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--exact/--no-exact", help="On a GPU: bits that depend on nothing but a sequence's tokens"
+        ),
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option("--enforce-eager/--no-enforce-eager", help="On a GPU: no CUDA graphs of decode steps"),
+    ] = None,
+    cudagraph_capture_sizes: Annotated[
+        str | None, typer.Option(help="On a GPU: batch sizes to capture decode steps for, as in 1,2,4,8")
+    ] = None,
     load_format: Annotated[str | None, typer.Option(help="auto, safetensors, gguf, dummy …")] = None,
     safetensors_load_strategy: Annotated[
         str | None, typer.Option(help="auto, lazy, eager (whole files), or prefetch (read ahead)")
@@ -131,7 +144,9 @@ def up(
     pooler_config: Annotated[
         str | None, typer.Option(help='{"pooling_type": "MEAN", "CLS" or "LAST", "normalize": true or false}')
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, or sim (no model, random tokens)")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda, or sim (no model, random tokens)")
+    ] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,
     sim_vocab_size: Annotated[int | None, typer.Option(help="Vocabulary on --device sim")] = None,

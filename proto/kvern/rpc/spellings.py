@@ -23,6 +23,7 @@ RENAMED = {
     "--chunked-prefill-token-size": "--long-prefill-token-threshold",
     "--context-parallel-size": "--decode-context-parallel-size",
     "--context-window-size": "--max-model-len",
+    "--cuda-graph-sizes": "--cudagraph-capture-sizes",
     "--distributed-worker.device-count": "--data-parallel-size",
     "--gguf-model": "--model",
     "--image-processor": "--mm-processor-kwargs",
@@ -34,7 +35,6 @@ RENAMED = {
 
 IMPLIED = {
     "--enable-chunked-prefill": "prompts are always computed in chunks of at most --max-num-batched-tokens",
-    "--enforce-eager": "no graphs are captured on this device",
     "--disable-log-requests": "requests are not logged",
     "--lora-extra-vocab-size": "adapters with a vocabulary of their own are refused",
 }

@@ -79,20 +79,26 @@ class KvCache:
         states: StateShapes | None = None,
         slots: int = 0,
         num_checkpoints: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_checkpoints = num_checkpoints
         self._slots = slots
-        self.layers = {
-            layer: kernels.new_kv_cache(num_blocks, num_kv_heads, block_size, head_dim, dtype)
-            for layer in layers
-        }
+        self._shape = num_kv_heads, block_size, head_dim, dtype, device
+        self.layers = {layer: kernels.new_kv_cache(num_blocks, *self._shape) for layer in layers}
         rows = slots + num_checkpoints
         states = states or StateShapes((), ())
         self.states = {
             layer: tuple(torch.empty(rows, *shape) for shape in states.shapes) for layer in states.layers
         }
+
+    def resize(self, num_blocks: int) -> None:
+        """Another number of blocks, in the tensors that layers hold already. What was in them is lost."""
+        for layer in self.layers.values():
+            for held, made in zip(layer, kernels.new_kv_cache(num_blocks, *self._shape), strict=True):
+                held.set_(made.untyped_storage(), 0, made.shape, made.stride())
+        self.num_blocks = num_blocks
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Block ``sources[i]`` onto ``targets[i]`` (int64) in every layer."""

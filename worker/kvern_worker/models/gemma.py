@@ -71,7 +71,7 @@ def build(config: GemmaConfig, loader: WeightLoader, cache: KvCache, num_positio
         cos_sin_table(rope, config.head_dim, num_positions) for rope in (config.rope, config.local_rope)
     ]
     # transformers rounds the scale to the dtype of the model.
-    scale = float(torch.tensor(config.hidden_size**0.5, dtype=loader.dtype))
+    scale = float(torch.tensor(config.hidden_size**0.5, dtype=loader.dtype, device="cpu"))
     return load_decoder(
         config,
         loader,

@@ -29,6 +29,7 @@ from kvern_worker.models.clip import ClipConfig, ClipTower, load_clip, load_plai
 from kvern_worker.weights.loader import WeightLoader
 
 QUANTIZATIONS: tuple[str, ...] = ()
+DEVICES = ("cpu",)
 TENSOR_NAMES = (
     (r"language_model\.model\.", "model."),
     (r"language_model\.lm_head\.", "lm_head."),

@@ -7,7 +7,7 @@ A model file is a module with two functions::
 
 and, where it does not read its matrices by ``loader.linear``, the quantization methods that it reads:
 ``QUANTIZATIONS = ("mxfp4",)``. ``TENSOR_NAMES``: rules by which a checkpoint's names become those that it reads
-(weights.source.Renamed).
+(weights.source.Renamed). ``DEVICES = ("cpu",)``: it runs on no GPU.
 A model that takes images is an ``images.Seeing``, too.
 Packages add their own by an entry point of the group ``kvern.models``: its name is the architecture, its value the module.
 """

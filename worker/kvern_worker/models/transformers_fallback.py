@@ -26,6 +26,7 @@ from kvern_worker.weights.loader import WeightLoader
 
 # transformers reads the weights, and this packs them in floats.
 QUANTIZATIONS = ()
+DEVICES = ("cpu",)
 
 _NAME = "kvern_paged"
 # Modules of torch and transformers whose bits depend on where in a tensor an element is.

@@ -42,6 +42,8 @@ class WeightLoader:
 
     ``quantization``: the checkpoint's. ``online``: what plain matrices are quantized to, a value of quantization.ONLINE.
     ``keep_quantized``: quantized matrices stay so where the kernels can multiply by them as they are.
+
+    ``device``: where tensors are made, by models too while :meth:`side_by_side` runs them; files are read on the host.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class WeightLoader:
         quantization: Quantization | None = None,
         online: str | None = None,
         adapters: AdapterSlots | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._source = source
         self.dtype = dtype
@@ -63,6 +66,7 @@ class WeightLoader:
         self._quantization = quantization
         self._online = online
         self._adapters = adapters
+        self._device = torch.device(device)
         self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
@@ -70,8 +74,15 @@ class WeightLoader:
 
     def side_by_side(self, *builds: Callable[[], Any]) -> list[Any]:
         """What each of ``builds`` returns, in their order. Raises what the first failing one raised."""
+
+        def here(build: Callable[[], Any]) -> Any:
+            if self._device.type == "cpu":
+                return build()
+            with self._device:
+                return build()
+
         with ThreadPoolExecutor(self._threads, "load") as pool:
-            return [future.result() for future in [pool.submit(build) for build in builds]]
+            return [future.result() for future in [pool.submit(here, build) for build in builds]]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""
@@ -120,7 +131,7 @@ class WeightLoader:
         """See layouts.Reader."""
         self._check(name, shape)
         out = torch.empty(shape, dtype=self._source.infos[name].dtype)
-        self._source.read_into(name, out)
+        self._read_into(name, out)
         self._done(name, 0)
         return out
 
@@ -173,7 +184,7 @@ class WeightLoader:
         if not self._keep_quantized or not self.holds(name):
             return None
         self._check(name, (size, in_size))
-        blocks = self._source.blocks(name)
+        blocks = self._blocks(name)
         if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
             return None
         self._done(name, size * in_size)
@@ -187,7 +198,7 @@ class WeightLoader:
 
     def head(self, name: str, weight: Tensor) -> kernels.PackedLinear:
         """The output layer that shares ``weight`` [vocab, hidden] with the embedding ``name``."""
-        blocks = self._source.blocks(name) if self._keep_quantized and self.holds(name) else None
+        blocks = self._blocks(name) if self._keep_quantized and self.holds(name) else None
         if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
             return self.pack(weight)
         packed = kernels.pack_gguf(*blocks)
@@ -258,8 +269,22 @@ class WeightLoader:
                 "quantized; the model needs floats there",
                 value=info.dtype,
             )
-        self._source.read_into(name, out)
+        self._read_into(name, out)
         self._done(name, out.numel())
+
+    def _read_into(self, name: str, out: Tensor) -> None:
+        if out.device.type == "cpu":
+            self._source.read_into(name, out)
+            return
+        with torch.device("cpu"):
+            read = torch.empty(out.shape, dtype=out.dtype)
+            self._source.read_into(name, read)
+        out.copy_(read)
+
+    def _blocks(self, name: str) -> tuple[Tensor, str] | None:
+        with torch.device("cpu"):
+            found = self._source.blocks(name)
+        return None if found is None else (found[0].to(self._device), found[1])
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self._source.has(name):

@@ -1,0 +1,1 @@
+"""What a worker on a GPU does otherwise than one on a CPU."""

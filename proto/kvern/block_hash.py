@@ -14,15 +14,22 @@ import cbor2
 import numpy as np
 import numpy.typing as npt
 
+from kvern.v1 import adapter_pb2
+
 HASH_BYTES = 32
 ROOT_HASH = hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
 Lora = tuple[str, str]
-"""Name and path of an adapter, as every block's hash has them."""
+"""Two strings that say which adapter, as every block's hash has them."""
 Image = tuple[bytes, int, int]
 """Content hash of an image, position of its first token and number of its tokens: see kvern.v1.MediaItem."""
 NO_EXTRA = cbor2.dumps(None, canonical=True)
+
+
+def adapter_keys(adapter: adapter_pb2.Adapter) -> Lora:
+    """Its name and its files' digest: what is loaded later under the same name and path is another adapter."""
+    return adapter.name, adapter.digest.hex()
 
 
 def extra_keys(

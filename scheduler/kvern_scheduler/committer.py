@@ -170,7 +170,7 @@ class Committer:
             log.warning("the store does not answer (%s); computing goes on, nothing is shown", error)
 
     def _delta(self, changes: Changes) -> Delta:
-        delta = Delta()
+        delta = Delta(adapters=changes.adapters)
         for request in changes.requests:
             delta.requests.append((request.rid, submission_to_pb(request.submission).SerializeToString()))
             delta.next_rid = max(delta.next_rid, request.rid + 1)

@@ -97,6 +97,7 @@ def submission_from_pb(pb: session_pb2.Submit) -> Submission:
         pooling=pb.pooling,
         media=list(pb.media),
         images=keys_of(pb.media),
+        adapter=pb.adapter,
     )
 
 
@@ -119,6 +120,7 @@ def submission_to_pb(submission: Submission) -> session_pb2.Submit:
         traceparent=submission.traceparent,
         pooling=submission.pooling,
         media=submission.media,
+        adapter=submission.adapter,
     )
 
 

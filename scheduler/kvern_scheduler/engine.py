@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_i32
-from kvern.v1 import error_pb2, session_pb2, worker_pb2
+from kvern.v1 import adapter_pb2, error_pb2, session_pb2, worker_pb2
 from kvern_scheduler.committer import Committer
 from kvern_scheduler.convert import result_from_pb, submission_from_pb
 from kvern_scheduler.core.cell import Cell
@@ -65,6 +65,8 @@ class Engine:
         self.instances: dict[int, str] = {}
         self.clock = clock
         self.draining = False
+        # As committed, so what gateways may know.
+        self.adapters = session_pb2.AdapterList()
         self.committer: Committer
         # Requests whose commit is not acknowledged → whether its answer has to say what was submitted.
         self._unannounced: dict[int, bool] = {}
@@ -247,6 +249,13 @@ class Engine:
         for pump in list(self.pumps.values()):
             pump()
 
+    async def committed(self) -> None:
+        """Returns when all that has happened so far is committed."""
+        done = asyncio.Event()
+        self.cell.changes.acknowledged.append(done.set)
+        self.settle()
+        await done.wait()
+
     async def tick(self) -> None:
         """What has to happen although nobody calls: deadlines, and a look at the accounting when idle."""
         checked = False
@@ -284,6 +293,21 @@ class Engine:
             request = sequence.request
             if all(s.announced for s in request.sequences):
                 self._retire(request)
+        if changes.adapters is not None:
+            self._tell_adapters(changes.adapters)
+        for acknowledge in changes.acknowledged:
+            acknowledge()
+
+    def _tell_adapters(self, packed: bytes) -> None:
+        registry = adapter_pb2.AdapterRegistry.FromString(packed)
+        self.adapters = session_pb2.AdapterList(adapters=registry.adapters)
+        for session in self.subscriptions.sessions.values():
+            session.adapters(self.adapters)
+
+    def restore_adapters(self, packed: bytes) -> None:
+        """Those that an earlier leader committed."""
+        self.cell.adapters.restore(packed)
+        self.adapters = session_pb2.AdapterList(adapters=self.cell.adapters.adapters.values())
 
     def _retire(self, request: Request) -> None:
         """All choices have ended and are committed. Named requests stay readable for a while; so do those of an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate
@@ -50,6 +51,15 @@ class Metrics:
         self._computed = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache", TOKENS
         )
+        self._adapter_loads = Histogram(
+            "kvern_adapter_load_seconds", "Filling a slot with an adapter", LABELS, registry=self.registry
+        )
+        self._adapter_failures = Counter(
+            "kvern_adapter_load_failures",
+            "Adapters that a worker could not load",
+            LABELS,
+            registry=self.registry,
+        )
         self._preempted = histogram("request_num_preemptions", "Preemptions", (0, *COUNTS))
         self.named("")
 
@@ -67,6 +77,13 @@ class Metrics:
         computed = plan.num_computed_tokens
         self._steps_by_tokens[bisect_left(TOKENS, computed)] += 1
         self._computed_tokens += computed
+
+    def adapter_placed(self, seconds: float) -> None:
+        """A slot was filled."""
+        self._adapter_loads.labels(*self._labels).observe(seconds)
+
+    def adapter_failed(self) -> None:
+        self._adapter_failures.labels(*self._labels).inc()
 
     def refused(self, error: KvernError) -> None:
         reason = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
@@ -133,6 +150,8 @@ class Metrics:
         yield family(counter, "vllm:prefix_cache_hits", "Tokens", hits)
         rates = [hit / query if query else 0.0 for hit, query in zip(hits, queries, strict=True)]
         yield family(gauge, "kvern_cache_hit_rate", "Prompt tokens found, 0 to 1, since the start", rates)
+        if any(len(g.adapters) for g in groups):
+            yield from self._adapters(groups)
         yield gauge("kvern_groups", "Worker groups that compute", value=len(groups))
         for name, ring in (
             ("plan", timings.plan),
@@ -145,6 +164,33 @@ class Metrics:
             )
         yield GaugeMetricFamily(
             "kvern_scheduler_sessions", "Gateways", value=len(self._engine.subscriptions.sessions)
+        )
+
+    def _adapters(self, groups: list[Group]) -> Iterable[Metric]:
+        """vLLM's ``lora_requests_info`` names adapters in labels; its value is the time."""
+        assert self._engine is not None
+        registry = self._engine.cell.adapters.adapters
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters with requests that run and wait; the value is when",
+            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        )
+        running, waiting = set(), set()
+        for group in groups:
+            running |= {group.adapters.number(slot - 1) for slot in group.batch.adapter_slot.tolist() if slot}
+            waiting |= {s.request.submission.adapter for s in group.queue} - {0}
+        names = [
+            ",".join(sorted(registry[number].name for number in numbers if number in registry))
+            for numbers in (waiting, running)
+        ]
+        info.add_metric((str(max(len(g.adapters) for g in groups)), *names), time.time())
+        yield info
+        served = sum(not adapter.draining for adapter in registry.values())
+        yield GaugeMetricFamily("kvern_adapters", "Adapters that requests may name", value=served)
+        yield GaugeMetricFamily(
+            "kvern_adapters_draining",
+            "Unloaded adapters that requests still have",
+            value=len(registry) - served,
         )
 
     def _waiting_by_reason(self, groups: list[Group]) -> Metric:

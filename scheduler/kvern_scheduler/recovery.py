@@ -126,6 +126,7 @@ async def load(store: Store) -> StoredState:
 
 def adopt(engine: Engine, state: StoredState, leadership: Leadership) -> None:
     """Requests that have not ended queue again, with the outputs that were committed."""
+    engine.restore_adapters(state.adapters)
     engine.cell.skip_rids(max(leadership.next_rid, state.next_rid))
     for stored in sorted(state.requests.values(), key=lambda stored: stored.rid):
         _adopt(engine, stored)

@@ -18,10 +18,11 @@ import uvloop
 
 from kvern.rpc import spellings, tls, tracing
 from kvern.rpc.channel import create_channel
-from kvern.rpc.flags import dialable, not_negative, port, positive, redis_url
+from kvern.rpc.flags import dialable, lora_module, not_negative, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import operations_pb2_grpc, session_pb2_grpc
+from kvern_scheduler.adapters import Adapters
 from kvern_scheduler.address import advertised
 from kvern_scheduler.committer import Committer, Fenced
 from kvern_scheduler.core.group import Limits
@@ -68,6 +69,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--max-long-partial-prefills", type=positive, default=2, metavar="N")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--enable-lora",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="serve LoRA adapters; workers need it too",
+    )
+    parser.add_argument(
+        "--lora-modules",
+        type=lora_module,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help='adapters to serve from the start; also {"name": …, "path": …}; paths are the workers\'; repeat for several',
+    )
     parser.add_argument("--max-queued-requests", type=positive, default=2048, metavar="N")
     parser.add_argument("--max-queued-tokens", type=positive, default=2_000_000, metavar="N")
     parser.add_argument(
@@ -96,6 +111,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--store redis needs --redis-url")
     if args.store == "memory" and args.redis_url:
         parser.error("--store memory contradicts --redis-url; give one of them")
+    if args.lora_modules and not args.enable_lora:
+        parser.error("--lora-modules has no effect without --enable-lora")
+    names = [name for name, _ in args.lora_modules]
+    if len(set(names)) < len(names):
+        parser.error(f"--lora-modules names {next(n for n in names if names.count(n) > 1)!r} twice")
     return args
 
 
@@ -181,8 +201,15 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             for address in args.worker
         ]
         computing += [asyncio.create_task(worker.run()) for worker in workers]
-        servicer.lead(engine, workers, leadership.epoch, Archive(engine, store, state.retained_s))
+        adapters = Adapters(
+            engine,
+            lambda: [worker.host for worker in workers if worker.host is not None],
+            dict(args.lora_modules),
+            args.enable_lora,
+        )
+        servicer.lead(engine, workers, leadership.epoch, Archive(engine, store, state.retained_s), adapters)
         operations.lead(engine)
+        starting.append(asyncio.create_task(adapters.run()))
         computing.append(asyncio.create_task(engine.tick()))
         computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.instances)))
         log.info(
@@ -229,6 +256,8 @@ async def _watch_workers(server: Server, engine: Engine, workers: list[Worker], 
             for instance in sorted(indexed):
                 engine.committer.drop_instance(instance)
             indexed.clear()
+        if all(worker.ready for worker in workers) and not engine.cell.max_loras:
+            engine.cell.end_without_slots(engine.clock())
         if any(worker.ready for worker in workers) != serving:
             serving = not serving
             await server.set_serving(serving)

@@ -12,6 +12,7 @@ import grpc.aio
 
 from kvern.errors import KvernError
 from kvern.v1 import error_pb2, session_pb2, session_pb2_grpc
+from kvern_scheduler.adapters import Adapters
 from kvern_scheduler.asking import Asking
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.recovery import Archive
@@ -33,13 +34,17 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         self._owner = owner
         self._engine: Engine | None = None
         self._archive: Archive | None = None
+        self._adapters: Adapters | None = None
         self._workers: Sequence[Worker] = ()
         self._epoch = 0
         self._numbers = itertools.count()
         self._draining = False
 
-    def lead(self, engine: Engine, workers: Sequence[Worker], epoch: int, archive: Archive) -> None:
+    def lead(
+        self, engine: Engine, workers: Sequence[Worker], epoch: int, archive: Archive, adapters: Adapters
+    ) -> None:
         self._engine, self._workers, self._epoch, self._archive = engine, workers, epoch, archive
+        self._adapters = adapters
 
     def drain(self) -> None:
         """No new sessions."""
@@ -52,9 +57,7 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
     ) -> AsyncIterator[session_pb2.SessionResponse]:
         engine, archive = self._engine, self._archive
         if engine is None or archive is None or self._draining:
-            raise KvernError(
-                error_pb2.ERROR_CODE_UNAVAILABLE, "this scheduler does not lead", retry_after_ms=200
-            )
+            raise _does_not_lead()
         session = GatewaySession(
             next(self._numbers), context, engine.subscriptions.catch_up, lambda: engine.cell.room
         )
@@ -107,8 +110,10 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
             welcome.cancel()
 
     async def _welcome(self, engine: Engine, session: GatewaySession) -> None:
-        """Once the model is known, that is when the first worker is ready."""
+        """Once the model is known, that is when the first worker is ready; and its adapters."""
         cell = engine.cell
+        assert self._adapters is not None
+        await self._adapters.settled.wait()
         while cell.model is None or not cell.groups:
             await asyncio.sleep(0.01)
         session.welcome(
@@ -121,6 +126,24 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
                 prefix_caching=cell.limits.enable_prefix_caching,
             )
         )
+        session.adapters(engine.adapters)
+
+    async def ServeAdapter(
+        self, request: session_pb2.ServeAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> session_pb2.ServeAdapterResponse:
+        adapter = await self._leading().load(request.name, request.path, replace=request.replace)
+        return session_pb2.ServeAdapterResponse(adapter=adapter)
+
+    async def WithdrawAdapter(
+        self, request: session_pb2.WithdrawAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> session_pb2.WithdrawAdapterResponse:
+        adapter, users = await self._leading().unload(request.name)
+        return session_pb2.WithdrawAdapterResponse(adapter=adapter, num_running=users)
+
+    def _leading(self) -> Adapters:
+        if self._adapters is None or self._draining:
+            raise _does_not_lead()
+        return self._adapters
 
     async def GetStatus(
         self, request: session_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -154,6 +177,10 @@ class SchedulerServicer(session_pb2_grpc.SchedulerServiceServicer):
         )
         response.groups.extend(map(_group_status, self._workers))
         return response
+
+
+def _does_not_lead() -> KvernError:
+    return KvernError(error_pb2.ERROR_CODE_UNAVAILABLE, "this scheduler does not lead", retry_after_ms=200)
 
 
 def _group_status(worker: Worker) -> session_pb2.GroupStatus:

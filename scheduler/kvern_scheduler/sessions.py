@@ -59,6 +59,10 @@ class Session:
         self._message.welcome.CopyFrom(welcome)
         self._touch()
 
+    def adapters(self, adapters: session_pb2.AdapterList) -> None:
+        self._message.adapters.CopyFrom(adapters)
+        self._touch()
+
     def admitted(self, admitted: session_pb2.Admitted) -> None:
         self._message.admitted.append(admitted)
         self._touch()

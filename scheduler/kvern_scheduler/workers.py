@@ -24,6 +24,7 @@ from kvern.errors import KvernError
 from kvern.rpc.channel import Dial, create_channel
 from kvern.rpc.packing import unpack_u32
 from kvern.v1 import worker_pb2, worker_pb2_grpc
+from kvern_scheduler.adapters import AdapterHost, SlotFiller
 from kvern_scheduler.convert import plan_to_pb
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
@@ -70,6 +71,9 @@ class Worker:
         self._indexed = indexed
         self._load_index = load_index
         self.instance_id = ""
+        # Where it takes adapters.
+        self.host: AdapterHost | None = None
+        self._filler: SlotFiller | None = None
         self._call: Any = None
         self._writing = False
         self._heard = False
@@ -160,10 +164,13 @@ class Worker:
                 description.max_num_seqs,
                 description.max_num_batched_tokens,
                 description.num_state_blocks,
+                description.max_loras,
             )
             self.instance_id = description.instance_id
             self._restore_index(self.group, unpack_u32(inventory.generations), entries)
         assert self.group is not None
+        self.host = AdapterHost(stub, self._epoch) if description.max_loras else None
+        self._filler = SlotFiller(self._engine, self.group, self.host) if self.host is not None else None
         self._engine.metrics.named(description.model.name)
         self.ready = True
         self._engine.instances[self.group.index] = self.instance_id
@@ -267,6 +274,8 @@ class Worker:
             if plan is None:
                 break
             plans.append(plan_to_pb(plan, self._epoch))
+        if self._filler is not None:
+            self._filler.start()
         return plans
 
     async def _send_plans(self, plans: list[worker_pb2.StepPlan]) -> None:
@@ -317,6 +326,9 @@ class Worker:
             return
         self.ready = False
         self._last_result = 0.0
+        if self._filler is not None:
+            self._filler.cancel()
+        self.host = self._filler = None
         self._engine.pumps.pop(self.group.index, None)
         self._engine.cell.lose_group(self.group, keep_blocks=True, now=self._engine.clock())
         self._engine.settle()

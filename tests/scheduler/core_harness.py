@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvern.block_hash import hash_prompt
+from kvern.block_hash import adapter_keys, hash_prompt
 from kvern.v1 import sampling_pb2, worker_pb2
 from kvern_scheduler.convert import plan_to_pb, result_from_pb
 from kvern_scheduler.core.cell import Cell
@@ -18,10 +18,6 @@ from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.planner import plan_step
 from kvern_scheduler.core.requests import Request, Sequence, Submission, sequence_seed
 from kvern_worker.sim import SimConfig, SimExecutor, continue_greedily
-
-
-def lora_key(adapter: int) -> tuple[str, str] | None:
-    return (f"adapter-{adapter}", adapter_path(adapter)) if adapter else None
 
 
 def adapter_path(adapter: int) -> str:
@@ -43,6 +39,8 @@ class CoreHarness:
             ),
             Journal(lambda: self.now),
         )
+        for number in range(1, 6):
+            self.cell.load_adapter(f"adapter-{number}", adapter_path(number), bytes([number]), 8)
         self.group = self.connect()
         self.results: deque[worker_pb2.StepResult] = deque()
         self.num_plans = 0
@@ -71,6 +69,7 @@ class CoreHarness:
         adapter: int = 0,
         **params: Any,
     ) -> Request:
+        lora = adapter_keys(self.cell.adapters.adapters[adapter]) if adapter else None
         values = {"temperature": 0.0, "seed": 7, "max_tokens": max_tokens, **params}
         submission = Submission(
             request_id=name or f"r{len(self.cell.requests)}",
@@ -79,9 +78,8 @@ class CoreHarness:
             prompt=np.array(prompt, np.int32),
             params=sampling_pb2.SamplingParams(**values),
             n=n,
-            hashes=hash_prompt(prompt, self.config.block_size, salt, lora_key(adapter)),
+            hashes=hash_prompt(prompt, self.config.block_size, salt, lora),
             adapter=adapter,
-            lora=lora_key(adapter),
             cache_salt=salt,
             priority=priority,
             deadline=deadline,

@@ -15,7 +15,7 @@ from kvern.block_hash import hash_prompt, join_hashes
 from kvern.rpc.channel import create_channel
 from kvern.rpc.packing import pack_i32, unpack_i32, unpack_u32
 from kvern.rpc.server import Server
-from kvern.v1 import sampling_pb2, session_pb2, session_pb2_grpc, worker_pb2_grpc
+from kvern.v1 import adapter_pb2, sampling_pb2, session_pb2, session_pb2_grpc, worker_pb2_grpc
 from kvern_scheduler.server import parse_args, serve
 from kvern_scheduler.store.base import Store
 from kvern_scheduler.store.memory import MemoryStore
@@ -56,6 +56,7 @@ class Gateway:
         self._channel = create_channel(address)
         self.stub = session_pb2_grpc.SchedulerServiceStub(self._channel)
         self.welcome: session_pb2.Welcome | None = None
+        self.adapters: list[adapter_pb2.Adapter] = []
         self.admitted: dict[int, session_pb2.Admitted] = {}
         self.refused: dict[int, Any] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -126,6 +127,8 @@ class Gateway:
     def _take(self, response: session_pb2.SessionResponse) -> None:
         if response.HasField("welcome"):
             self.welcome = response.welcome
+        if response.HasField("adapters"):
+            self.adapters = list(response.adapters.adapters)
         for admitted in response.admitted:
             assert admitted.handle not in self.admitted
             self.admitted[admitted.handle] = admitted

@@ -228,3 +228,47 @@ def test_random_loads_end_with_the_right_tokens(seed: int) -> None:
     harness.run()
     for request in requests:
         harness.check(request)
+
+
+def test_requests_prefer_the_group_that_has_their_adapter() -> None:
+    """Not at any price: a wait that is longer than loading it is not worth it."""
+    harness = Harness()
+    near, far = harness.group, harness.connect()
+    far.adapters.assign([1], 0)
+    far.adapters.ready(*far.adapters.take_loads()[0])
+
+    def placed(prompt: list[int], adapter: int) -> object:
+        return harness.submit(prompt, 4, adapter=adapter).sequences[0].group
+
+    assert placed([4, 5, 6], 2) is near
+    assert placed([4, 5, 6], 1) is far
+    assert [placed([9] * 390, 1) for _ in range(3)] == [far, far, near]
+
+
+def test_adapters_that_no_worker_has_slots_for_are_refused() -> None:
+    harness = Harness()
+    request = harness.submit([4, 5], 5, adapter=1)
+    harness.cell.lose_group(harness.group, keep_blocks=False, now=1.0)
+    d = harness.executor.describe()
+    harness.cell.add_group(d.model, d.num_blocks, d.block_size, d.max_num_seqs, d.max_num_batched_tokens)
+    with pytest.raises(KvernError, match="no worker has slots"):
+        harness.submit([4, 5], 5, adapter=1)
+    assert request.sequences[0].state is State.WAITING  # another worker may have some
+    harness.cell.end_without_slots(2.0)
+    finish = request.sequences[0].finish
+    assert finish is not None and finish.error is not None
+    assert finish.error.code == error_pb2.ERROR_CODE_UNIMPLEMENTED
+    harness.cell.check_integrity()
+
+
+def test_a_drained_adapter_is_kept_while_someone_has_it() -> None:
+    harness = Harness()
+    request = harness.submit([4, 5], 5, adapter=1)
+    assert harness.cell.unload_adapter("adapter-1")[1] == 1
+    with pytest.raises(KvernError, match="unloaded"):
+        harness.submit([4, 5], 5, adapter=1)
+    harness.run()
+    harness.check(request)
+    assert harness.cell.adapters.adapters[1].draining
+    harness.cell.forget(request)
+    assert 1 not in harness.cell.adapters.adapters

@@ -109,6 +109,19 @@ async def test_gap_dup_and_fenced_apply_nothing(store: Store) -> None:
     assert state.requests[1].tokens[0].tolist() == [5, 6]
 
 
+async def test_adapters_are_one_record(store: Store) -> None:
+    epoch = (await lead(store)).epoch
+    assert (await store.load()).adapters == b""
+    assert await commit(store, epoch, 1, Delta(adapters=b"one\0two")) is CommitStatus.OK
+    assert await commit(store, epoch, 2, tokens((128, [5]))) is CommitStatus.OK
+    assert (await store.load()).adapters == b"one\0two"
+    assert await commit(store, epoch, 3, Delta(adapters=b"")) is CommitStatus.OK
+    assert (
+        await commit(store, epoch, 3, Delta(adapters=b"other")) is CommitStatus.GAP
+    )  # another commit: not a DUP
+    assert (await store.load()).adapters == b""
+
+
 async def test_a_request_s_life(store: Store) -> None:
     epoch = (await lead(store)).epoch
     await commit(store, epoch, 1, Delta(next_rid=8, requests=[(7, submit(n=2))]))

@@ -85,7 +85,6 @@ class LoadOptions:
     runner: str = "auto"
     pooler_config: str | None = None
     mm_processor_cache_gb: float = 1.0
-    # Of adapters; no flag sets them yet, since nothing asks a worker for one.
     max_loras: int = 0
     max_cpu_loras: int | None = None
     max_lora_rank: int = 16

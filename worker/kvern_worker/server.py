@@ -18,6 +18,8 @@ from kvern_worker import quantization, service
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
 
+DEFAULT_MAX_LORA_RANK = 16
+
 if TYPE_CHECKING:
     from kvern_worker.service import Executor, Progress
 
@@ -136,6 +138,20 @@ def build_parser() -> argparse.ArgumentParser:
         ("--awq-bits", "bits of an AWQ checkpoint"),
     ):
         add(flag, type=int, metavar="N", help=f"the {what}, which is refused where it has others")
+    add(
+        "--enable-lora",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="reserve memory for LoRA adapters, which requests choose by name",
+    )
+    add("--max-loras", type=positive, metavar="N", help="adapters in one step (default: 1)")
+    add("--max-lora-rank", type=positive, metavar="N", help="largest rank of an adapter (default: 16)")
+    add(
+        "--max-cpu-loras",
+        type=positive,
+        metavar="N",
+        help="adapters kept in memory beside those in use, at least --max-loras (default: --max-loras)",
+    )
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
@@ -168,7 +184,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"argument --max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
             f"{args.max_num_seqs}; all have to decode in one step"
         )
+    _check_lora(parser, args)
     return args
+
+
+def _check_lora(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    given = [
+        name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(args, name) is not None
+    ]
+    if not args.enable_lora:
+        if given:
+            parser.error(f"--{given[0].replace('_', '-')} has no effect without --enable-lora")
+        args.max_loras = 0
+        return
+    args.max_loras = args.max_loras or 1
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        parser.error(
+            f"argument --max-cpu-loras: {args.max_cpu_loras} is less than --max-loras {args.max_loras}; all that are in "
+            "use are in memory"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -240,6 +274,9 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         trust_remote_code=args.trust_remote_code,
         runner=args.runner,
         pooler_config=args.pooler_config,
+        max_loras=args.max_loras,
+        max_cpu_loras=args.max_cpu_loras,
+        max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
     )
     return load(options, progress)
 
@@ -272,6 +309,7 @@ def _simulated(args: argparse.Namespace) -> Executor:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         step_us=args.sim_step_us,
+        max_loras=args.max_loras,
     )
     return SimExecutor(config)
 

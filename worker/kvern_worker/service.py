@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -149,8 +150,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._owner: _Stream | None = None
         self._streams: set[_Stream] = set()
         self._last_done = 0.0
-        # So that adapters are placed one after the other.
-        self._placing = asyncio.Lock()
+        # Adapters are placed one after the other, in the order asked: also those whose caller has hung up.
+        self._placing = ThreadPoolExecutor(1, "adapters")
 
     def attach(self, executor: Executor) -> None:
         """Loading is over. Call in the event loop."""
@@ -201,11 +202,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         slots = self._description.max_loras
         if request.slot > slots:
             raise invalid("slot", f"there is no adapter slot {request.slot}", value=request.slot, limit=slots)
-        async with self._placing:
-            if request.epoch < self._epoch:
-                raise _old_epoch("adapter", request.epoch, self._epoch)
-            # Shielded: a caller that hangs up must not let another slot be filled beside this one.
-            return await asyncio.shield(asyncio.to_thread(executor.place_adapter, request))
+        if request.epoch < self._epoch:
+            raise _old_epoch("adapter", request.epoch, self._epoch)
+        # Shielded: what has been asked for is done before what is asked next, or an old one could come last.
+        placing = asyncio.get_running_loop().run_in_executor(self._placing, executor.place_adapter, request)
+        return await asyncio.shield(placing)
 
     async def Execute(
         self,

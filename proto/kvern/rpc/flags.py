@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 
 def positive(text: str) -> int:
@@ -55,6 +56,25 @@ def redis_url(text: str) -> str:
     if not text.startswith(("redis://", "rediss://", "unix://")):
         raise argparse.ArgumentTypeError("it must start with redis://, rediss:// or unix://")
     return text
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """Name and path of ``name=path`` or ``{"name": …, "path": …}``."""
+    shape = 'use NAME=PATH or {"name": "NAME", "path": "PATH"}'
+    if not text.startswith("{"):
+        name, _, path = text.partition("=")
+    else:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON ({error}); {shape}") from None
+        unknown = sorted(set(values) - {"name", "path", "base_model_name"})
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{text!r} has {unknown[0]!r}, which is not known; {shape}")
+        name, path = values.get("name"), values.get("path")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an adapter; {shape}")
+    return name, path
 
 
 def _whole(text: str) -> int:

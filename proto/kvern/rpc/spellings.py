@@ -53,17 +53,13 @@ UNBUILT = {
     "--decode-context-parallel-size": ("1", "context parallelism is"),
     "--enable-eplb": ("false", "expert load balancing is"),
     "--enable-expert-parallel": ("false", "expert parallelism is"),
-    "--enable-lora": ("false", "LoRA is"),
     "--eplb-config": ("", "expert load balancing is"),
     "--expert-placement-strategy": ("linear", "expert parallelism is"),
     "--kv-offloading-backend": ("", "KV offload is"),
     "--kv-offloading-size": ("0", "KV offload is"),
     "--limit-mm-per-prompt": ("", "images are"),
-    "--lora-modules": ("", "LoRA is"),
     "--master-addr": ("", "groups across hosts are"),
     "--master-port": ("", "groups across hosts are"),
-    "--max-lora-rank": ("", "LoRA is"),
-    "--max-loras": ("", "LoRA is"),
     "--mm-processor-kwargs": ("", "images are"),
     "--nnodes": ("1", "groups across hosts are"),
     "--node-rank": ("0", "groups across hosts are"),
@@ -87,6 +83,9 @@ ELSEWHERE = {
 }
 """Flags of another command."""
 
+REPEATED = {"--lora-modules"}
+"""Take one value each here, and any number elsewhere."""
+
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -107,6 +106,13 @@ def translate(argv: Sequence[str], known: Collection[str], switches: Collection[
     words = list(argv)
     while words:
         word = words.pop(0)
+        if word.replace("_", "-") in REPEATED & set(known):
+            word = word.replace("_", "-")
+            while words and _is_entry(words[0]):
+                result.argv += [word, words.pop(0)]
+            if result.argv[-2:-1] != [word]:
+                result.argv.append(word)  # without a value: the parser says so
+            continue
         if word == "--":
             result.argv += [word, *words]
             break
@@ -181,6 +187,11 @@ def _switch(result: Translation, name: str, value: str, known: Collection[str]) 
         result.argv[-1] = negative
     elif value.lower() not in _TRUE:
         raise ValueError(f"{name} {value}: it is true or false")
+
+
+def _is_entry(word: str) -> bool:
+    """name=value, or a JSON object."""
+    return word.startswith("{") or ("=" in word and not word.startswith("-"))
 
 
 def _is_number(word: str) -> bool:

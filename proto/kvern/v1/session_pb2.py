@@ -22,49 +22,60 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvern.v1 import adapter_pb2 as kvern_dot_v1_dot_adapter__pb2
 from kvern.v1 import error_pb2 as kvern_dot_v1_dot_error__pb2
 from kvern.v1 import media_pb2 as kvern_dot_v1_dot_media__pb2
 from kvern.v1 import model_pb2 as kvern_dot_v1_dot_model__pb2
 from kvern.v1 import sampling_pb2 as kvern_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvern/v1/session.proto\x12\x08kvern.v1\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/media.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"\xa0\x01\n\x0eSessionRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.kvern.v1.Hello\x12!\n\x07submits\x18\x02 \x03(\x0b\x32\x10.kvern.v1.Submit\x12\"\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x10.kvern.v1.Attach\x12\'\n\x07\x63\x61ncels\x18\x04 \x03(\x0b\x32\x16.kvern.v1.CancelHandle\"\x1b\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xa3\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\x04 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12(\n\x06params\x18\x06 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x01(\x0c\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x0b \x01(\x04\x12\x17\n\x0fgateway_context\x18\x0c \x01(\x0c\x12\x11\n\tresumable\x18\r \x01(\x08\x12\r\n\x05model\x18\x0e \x01(\t\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\x0f\n\x07resumes\x18\x10 \x01(\x08\x12\x15\n\rasked_unix_ms\x18\x11 \x01(\x04\x12\x0f\n\x07pooling\x18\x14 \x01(\x08\x12\"\n\x05media\x18( \x03(\x0b\x32\x13.kvern.v1.MediaItem\"v\n\x06\x41ttach\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nnext_index\x18\x04 \x03(\r\x12\r\n\x05\x63laim\x18\x05 \x01(\x04\x12\x15\n\rasked_unix_ms\x18\x06 \x01(\x04\"/\n\x0c\x43\x61ncelHandle\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07stopped\x18\x02 \x01(\x08\"\xae\x02\n\x0fSessionResponse\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.kvern.v1.Welcome\x12$\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x12.kvern.v1.Admitted\x12\"\n\x07refused\x18\x03 \x03(\x0b\x32\x11.kvern.v1.Refused\x12\x15\n\rtoken_handles\x18\x04 \x01(\x0c\x12\x15\n\rtoken_indexes\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.kvern.v1.ChoiceLogprobs\x12$\n\x08\x66inished\x18\x08 \x03(\x0b\x32\x12.kvern.v1.Finished\x12\x11\n\x04room\x18\t \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_room\"\x92\x01\n\x07Welcome\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\"\n\x05model\x18\x03 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0eprefix_caching\x18\x06 \x01(\x08\"\xa5\x01\n\x08\x41\x64mitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0fgateway_context\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12(\n\x06params\x18\x05 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\r\n\x05\x63laim\x18\x07 \x01(\x04\"9\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.Error\"n\n\x0e\x43hoiceLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\'\n\x06tokens\x18\x03 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x0e\n\x06prompt\x18\x04 \x01(\x08\"\xa2\x02\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x02\x12\x11\n\tembedding\x18\n \x01(\x0c\x42\x10\n\x0e_stop_token_id\"\x12\n\x10GetStatusRequest\"\xd1\x01\n\x11GetStatusResponse\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\x08\x12\r\n\x05store\x18\x05 \x01(\t\x12%\n\x06groups\x18\x06 \x03(\x0b\x32\x15.kvern.v1.GroupStatus\x12\x14\n\x0cnum_gateways\x18\x07 \x01(\r\x12&\n\x07timings\x18\x08 \x01(\x0b\x32\x15.kvern.v1.StepTimings\x12\r\n\x05owner\x18\t \x01(\t\"\x8a\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\"\x87\x01\n\x0bStepTimings\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x13\n\x0bplan_us_p50\x18\x02 \x01(\x02\x12\x13\n\x0b\x66old_us_p50\x18\x03 \x01(\x02\x12\x15\n\rcommit_us_p50\x18\x04 \x01(\x02\x12\x13\n\x0bstep_us_p50\x18\x05 \x01(\x02\x12\x13\n\x0bsteps_per_s\x18\x06 \x01(\x02\x32\x9c\x01\n\x10SchedulerService\x12\x42\n\x07Session\x12\x18.kvern.v1.SessionRequest\x1a\x19.kvern.v1.SessionResponse(\x01\x30\x01\x12\x44\n\tGetStatus\x12\x1a.kvern.v1.GetStatusRequest\x1a\x1b.kvern.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvern/v1/session.proto\x12\x08kvern.v1\x1a\x16kvern/v1/adapter.proto\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/media.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"\xa0\x01\n\x0eSessionRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.kvern.v1.Hello\x12!\n\x07submits\x18\x02 \x03(\x0b\x32\x10.kvern.v1.Submit\x12\"\n\x08\x61ttaches\x18\x03 \x03(\x0b\x32\x10.kvern.v1.Attach\x12\'\n\x07\x63\x61ncels\x18\x04 \x03(\x0b\x32\x16.kvern.v1.CancelHandle\"\x1b\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xb4\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\x04 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12(\n\x06params\x18\x06 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x01(\x0c\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x0b \x01(\x04\x12\x17\n\x0fgateway_context\x18\x0c \x01(\x0c\x12\x11\n\tresumable\x18\r \x01(\x08\x12\r\n\x05model\x18\x0e \x01(\t\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\x0f\n\x07resumes\x18\x10 \x01(\x08\x12\x15\n\rasked_unix_ms\x18\x11 \x01(\x04\x12\x0f\n\x07pooling\x18\x14 \x01(\x08\x12\"\n\x05media\x18( \x03(\x0b\x32\x13.kvern.v1.MediaItem\x12\x0f\n\x07\x61\x64\x61pter\x18\x1e \x01(\x04\"v\n\x06\x41ttach\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nnext_index\x18\x04 \x03(\r\x12\r\n\x05\x63laim\x18\x05 \x01(\x04\x12\x15\n\rasked_unix_ms\x18\x06 \x01(\x04\"/\n\x0c\x43\x61ncelHandle\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07stopped\x18\x02 \x01(\x08\"\xd7\x02\n\x0fSessionResponse\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.kvern.v1.Welcome\x12$\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x12.kvern.v1.Admitted\x12\"\n\x07refused\x18\x03 \x03(\x0b\x32\x11.kvern.v1.Refused\x12\x15\n\rtoken_handles\x18\x04 \x01(\x0c\x12\x15\n\rtoken_indexes\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.kvern.v1.ChoiceLogprobs\x12$\n\x08\x66inished\x18\x08 \x03(\x0b\x32\x12.kvern.v1.Finished\x12\x11\n\x04room\x18\t \x01(\rH\x00\x88\x01\x01\x12\'\n\x08\x61\x64\x61pters\x18\x1e \x01(\x0b\x32\x15.kvern.v1.AdapterListB\x07\n\x05_room\"2\n\x0b\x41\x64\x61pterList\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.kvern.v1.Adapter\"\x92\x01\n\x07Welcome\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\"\n\x05model\x18\x03 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0eprefix_caching\x18\x06 \x01(\x08\"\xa5\x01\n\x08\x41\x64mitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0fgateway_context\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12(\n\x06params\x18\x05 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\r\n\x05\x63laim\x18\x07 \x01(\x04\"9\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.Error\"n\n\x0e\x43hoiceLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\'\n\x06tokens\x18\x03 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x0e\n\x06prompt\x18\x04 \x01(\x08\"\xa2\x02\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x02\x12\x11\n\tembedding\x18\n \x01(\x0c\x42\x10\n\x0e_stop_token_id\"B\n\x13ServeAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\":\n\x14ServeAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.kvern.v1.Adapter\"&\n\x16WithdrawAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"R\n\x17WithdrawAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.kvern.v1.Adapter\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\"\x12\n\x10GetStatusRequest\"\xd1\x01\n\x11GetStatusResponse\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\x08\x12\r\n\x05store\x18\x05 \x01(\t\x12%\n\x06groups\x18\x06 \x03(\x0b\x32\x15.kvern.v1.GroupStatus\x12\x14\n\x0cnum_gateways\x18\x07 \x01(\r\x12&\n\x07timings\x18\x08 \x01(\x0b\x32\x15.kvern.v1.StepTimings\x12\r\n\x05owner\x18\t \x01(\t\"\x8a\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\"\x87\x01\n\x0bStepTimings\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x13\n\x0bplan_us_p50\x18\x02 \x01(\x02\x12\x13\n\x0b\x66old_us_p50\x18\x03 \x01(\x02\x12\x15\n\rcommit_us_p50\x18\x04 \x01(\x02\x12\x13\n\x0bstep_us_p50\x18\x05 \x01(\x02\x12\x13\n\x0bsteps_per_s\x18\x06 \x01(\x02\x32\xc3\x02\n\x10SchedulerService\x12\x42\n\x07Session\x12\x18.kvern.v1.SessionRequest\x1a\x19.kvern.v1.SessionResponse(\x01\x30\x01\x12\x44\n\tGetStatus\x12\x1a.kvern.v1.GetStatusRequest\x1a\x1b.kvern.v1.GetStatusResponse\x12M\n\x0cServeAdapter\x12\x1d.kvern.v1.ServeAdapterRequest\x1a\x1e.kvern.v1.ServeAdapterResponse\x12V\n\x0fWithdrawAdapter\x12 .kvern.v1.WithdrawAdapterRequest\x1a!.kvern.v1.WithdrawAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SESSIONREQUEST']._serialized_start=128
-  _globals['_SESSIONREQUEST']._serialized_end=288
-  _globals['_HELLO']._serialized_start=290
-  _globals['_HELLO']._serialized_end=317
-  _globals['_SUBMIT']._serialized_start=320
-  _globals['_SUBMIT']._serialized_end=739
-  _globals['_ATTACH']._serialized_start=741
-  _globals['_ATTACH']._serialized_end=859
-  _globals['_CANCELHANDLE']._serialized_start=861
-  _globals['_CANCELHANDLE']._serialized_end=908
-  _globals['_SESSIONRESPONSE']._serialized_start=911
-  _globals['_SESSIONRESPONSE']._serialized_end=1213
-  _globals['_WELCOME']._serialized_start=1216
-  _globals['_WELCOME']._serialized_end=1362
-  _globals['_ADMITTED']._serialized_start=1365
-  _globals['_ADMITTED']._serialized_end=1530
-  _globals['_REFUSED']._serialized_start=1532
-  _globals['_REFUSED']._serialized_end=1589
-  _globals['_CHOICELOGPROBS']._serialized_start=1591
-  _globals['_CHOICELOGPROBS']._serialized_end=1701
-  _globals['_FINISHED']._serialized_start=1704
-  _globals['_FINISHED']._serialized_end=1994
-  _globals['_GETSTATUSREQUEST']._serialized_start=1996
-  _globals['_GETSTATUSREQUEST']._serialized_end=2014
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2017
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2226
-  _globals['_GROUPSTATUS']._serialized_start=2229
-  _globals['_GROUPSTATUS']._serialized_end=2495
-  _globals['_STEPTIMINGS']._serialized_start=2498
-  _globals['_STEPTIMINGS']._serialized_end=2633
-  _globals['_SCHEDULERSERVICE']._serialized_start=2636
-  _globals['_SCHEDULERSERVICE']._serialized_end=2792
+  _globals['_SESSIONREQUEST']._serialized_start=152
+  _globals['_SESSIONREQUEST']._serialized_end=312
+  _globals['_HELLO']._serialized_start=314
+  _globals['_HELLO']._serialized_end=341
+  _globals['_SUBMIT']._serialized_start=344
+  _globals['_SUBMIT']._serialized_end=780
+  _globals['_ATTACH']._serialized_start=782
+  _globals['_ATTACH']._serialized_end=900
+  _globals['_CANCELHANDLE']._serialized_start=902
+  _globals['_CANCELHANDLE']._serialized_end=949
+  _globals['_SESSIONRESPONSE']._serialized_start=952
+  _globals['_SESSIONRESPONSE']._serialized_end=1295
+  _globals['_ADAPTERLIST']._serialized_start=1297
+  _globals['_ADAPTERLIST']._serialized_end=1347
+  _globals['_WELCOME']._serialized_start=1350
+  _globals['_WELCOME']._serialized_end=1496
+  _globals['_ADMITTED']._serialized_start=1499
+  _globals['_ADMITTED']._serialized_end=1664
+  _globals['_REFUSED']._serialized_start=1666
+  _globals['_REFUSED']._serialized_end=1723
+  _globals['_CHOICELOGPROBS']._serialized_start=1725
+  _globals['_CHOICELOGPROBS']._serialized_end=1835
+  _globals['_FINISHED']._serialized_start=1838
+  _globals['_FINISHED']._serialized_end=2128
+  _globals['_SERVEADAPTERREQUEST']._serialized_start=2130
+  _globals['_SERVEADAPTERREQUEST']._serialized_end=2196
+  _globals['_SERVEADAPTERRESPONSE']._serialized_start=2198
+  _globals['_SERVEADAPTERRESPONSE']._serialized_end=2256
+  _globals['_WITHDRAWADAPTERREQUEST']._serialized_start=2258
+  _globals['_WITHDRAWADAPTERREQUEST']._serialized_end=2296
+  _globals['_WITHDRAWADAPTERRESPONSE']._serialized_start=2298
+  _globals['_WITHDRAWADAPTERRESPONSE']._serialized_end=2380
+  _globals['_GETSTATUSREQUEST']._serialized_start=2382
+  _globals['_GETSTATUSREQUEST']._serialized_end=2400
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2403
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2612
+  _globals['_GROUPSTATUS']._serialized_start=2615
+  _globals['_GROUPSTATUS']._serialized_end=2881
+  _globals['_STEPTIMINGS']._serialized_start=2884
+  _globals['_STEPTIMINGS']._serialized_end=3019
+  _globals['_SCHEDULERSERVICE']._serialized_start=3022
+  _globals['_SCHEDULERSERVICE']._serialized_end=3345
 # @@protoc_insertion_point(module_scope)

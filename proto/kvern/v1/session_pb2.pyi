@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvern.v1 import adapter_pb2 as _adapter_pb2
 from kvern.v1 import error_pb2 as _error_pb2
 from kvern.v1 import media_pb2 as _media_pb2
 from kvern.v1 import model_pb2 as _model_pb2
@@ -101,6 +102,7 @@ class Submit(_message.Message):
     ASKED_UNIX_MS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Session-local, chosen by the gateway, not in use. A request with n choices takes the n consecutive
     handles that start here; choice i speaks under handle + i.
@@ -140,6 +142,8 @@ class Submit(_message.Message):
     """
     pooling: _builtins.bool
     """Asks for the embedding of the prompt instead of tokens: n is 1, params.max_tokens 0."""
+    adapter: _builtins.int
+    """`Adapter.number`, or 0. `block_hashes` are keyed with its name and digest."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams: ...
     @_builtins.property
@@ -168,10 +172,11 @@ class Submit(_message.Message):
         asked_unix_ms: _builtins.int = ...,
         pooling: _builtins.bool = ...,
         media: _abc.Iterable[_media_pb2.MediaItem] | None = ...,
+        adapter: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "media", b"media", "model", b"model", "n", b"n", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "asked_unix_ms", b"asked_unix_ms", "block_hashes", b"block_hashes", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "gateway_context", b"gateway_context", "handle", b"handle", "media", b"media", "model", b"model", "n", b"n", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumable", b"resumable", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +262,7 @@ class SessionResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     token_handles: _builtins.bytes
     """The hot path: three parallel arrays, one entry per token, in order of index for each handle.
     uint32 little endian: the handle, and the index of the token in its choice's output.
@@ -284,6 +290,10 @@ class SessionResponse(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
         """Come after all of the choice's tokens."""
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterList:
+        """All adapters of the cell, with each welcome and whenever they have changed. Absent: as before."""
+
     def __init__(
         self,
         *,
@@ -296,16 +306,37 @@ class SessionResponse(_message.Message):
         logprobs: _abc.Iterable[Global___ChoiceLogprobs] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         room: _builtins.int | None = ...,
+        adapters: Global___AdapterList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "room", b"room", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "adapters", b"adapters", "room", b"room", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "admitted", b"admitted", "finished", b"finished", "logprobs", b"logprobs", "refused", b"refused", "room", b"room", "token_handles", b"token_handles", "token_ids", b"token_ids", "token_indexes", b"token_indexes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_room", b"_room", "adapters", b"adapters", "admitted", b"admitted", "finished", b"finished", "logprobs", b"logprobs", "refused", b"refused", "room", b"room", "token_handles", b"token_handles", "token_ids", b"token_ids", "token_indexes", b"token_indexes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__room: _TypeAlias = _typing.Literal["room"]  # noqa: Y015
     _WhichOneofArgType__room: _TypeAlias = _typing.Literal["_room", b"_room"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__room) -> _WhichOneofReturnType__room | None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class AdapterList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.Adapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[_adapter_pb2.Adapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterList: _TypeAlias = AdapterList  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -492,6 +523,95 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class ServeAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in LoadAdapterRequest."""
+    path: _builtins.str
+    replace: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeAdapterRequest: _TypeAlias = ServeAdapterRequest  # noqa: Y015
+
+@_typing.final
+class ServeAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter: ...
+    def __init__(
+        self,
+        *,
+        adapter: _adapter_pb2.Adapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeAdapterResponse: _TypeAlias = ServeAdapterResponse  # noqa: Y015
+
+@_typing.final
+class WithdrawAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawAdapterRequest: _TypeAlias = WithdrawAdapterRequest  # noqa: Y015
+
+@_typing.final
+class WithdrawAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    """Requests that have it and go on to their end."""
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter: ...
+    def __init__(
+        self,
+        *,
+        adapter: _adapter_pb2.Adapter | None = ...,
+        num_running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "num_running", b"num_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawAdapterResponse: _TypeAlias = WithdrawAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

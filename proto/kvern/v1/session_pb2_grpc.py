@@ -45,6 +45,16 @@ class SchedulerServiceStub:
                 request_serializer=kvern_dot_v1_dot_session__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_session__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.ServeAdapter = channel.unary_unary(
+                '/kvern.v1.SchedulerService/ServeAdapter',
+                request_serializer=kvern_dot_v1_dot_session__pb2.ServeAdapterRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_session__pb2.ServeAdapterResponse.FromString,
+                _registered_method=True)
+        self.WithdrawAdapter = channel.unary_unary(
+                '/kvern.v1.SchedulerService/WithdrawAdapter',
+                request_serializer=kvern_dot_v1_dot_session__pb2.WithdrawAdapterRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_session__pb2.WithdrawAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -72,6 +82,21 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ServeAdapter(self, request, context):
+        """Has every worker read an adapter, and serves it from then on; answered when that is committed. The same name with the
+        same path and files is no change. Asked of the leader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawAdapter(self, request, context):
+        """No new request gets the adapter; those that have it go on to their end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +109,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvern_dot_v1_dot_session__pb2.GetStatusRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_session__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'ServeAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ServeAdapter,
+                    request_deserializer=kvern_dot_v1_dot_session__pb2.ServeAdapterRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_session__pb2.ServeAdapterResponse.SerializeToString,
+            ),
+            'WithdrawAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawAdapter,
+                    request_deserializer=kvern_dot_v1_dot_session__pb2.WithdrawAdapterRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_session__pb2.WithdrawAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +176,60 @@ class SchedulerService:
             '/kvern.v1.SchedulerService/GetStatus',
             kvern_dot_v1_dot_session__pb2.GetStatusRequest.SerializeToString,
             kvern_dot_v1_dot_session__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ServeAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.SchedulerService/ServeAdapter',
+            kvern_dot_v1_dot_session__pb2.ServeAdapterRequest.SerializeToString,
+            kvern_dot_v1_dot_session__pb2.ServeAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.SchedulerService/WithdrawAdapter',
+            kvern_dot_v1_dot_session__pb2.WithdrawAdapterRequest.SerializeToString,
+            kvern_dot_v1_dot_session__pb2.WithdrawAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

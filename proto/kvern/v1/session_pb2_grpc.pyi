@@ -45,6 +45,12 @@ class SchedulerServiceStub:
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetStatusRequest, _session_pb2.GetStatusResponse]
     """A snapshot of queues, pools and workers."""
+    ServeAdapter: _grpc.UnaryUnaryMultiCallable[_session_pb2.ServeAdapterRequest, _session_pb2.ServeAdapterResponse]
+    """Has every worker read an adapter, and serves it from then on; answered when that is committed. The same name with the
+    same path and files is no change. Asked of the leader.
+    """
+    WithdrawAdapter: _grpc.UnaryUnaryMultiCallable[_session_pb2.WithdrawAdapterRequest, _session_pb2.WithdrawAdapterResponse]
+    """No new request gets the adapter; those that have it go on to their end."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -63,6 +69,12 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_session_pb2.GetStatusRequest, _session_pb2.GetStatusResponse]  # type: ignore[assignment]
     """A snapshot of queues, pools and workers."""
+    ServeAdapter: _aio.UnaryUnaryMultiCallable[_session_pb2.ServeAdapterRequest, _session_pb2.ServeAdapterResponse]  # type: ignore[assignment]
+    """Has every worker read an adapter, and serves it from then on; answered when that is committed. The same name with the
+    same path and files is no change. Asked of the leader.
+    """
+    WithdrawAdapter: _aio.UnaryUnaryMultiCallable[_session_pb2.WithdrawAdapterRequest, _session_pb2.WithdrawAdapterResponse]  # type: ignore[assignment]
+    """No new request gets the adapter; those that have it go on to their end."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The scheduler as gateways see it."""
@@ -90,5 +102,23 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.GetStatusResponse, _abc.Awaitable[_session_pb2.GetStatusResponse]]:
         """A snapshot of queues, pools and workers."""
+
+    @_abc_1.abstractmethod
+    def ServeAdapter(
+        self,
+        request: _session_pb2.ServeAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.ServeAdapterResponse, _abc.Awaitable[_session_pb2.ServeAdapterResponse]]:
+        """Has every worker read an adapter, and serves it from then on; answered when that is committed. The same name with the
+        same path and files is no change. Asked of the leader.
+        """
+
+    @_abc_1.abstractmethod
+    def WithdrawAdapter(
+        self,
+        request: _session_pb2.WithdrawAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.WithdrawAdapterResponse, _abc.Awaitable[_session_pb2.WithdrawAdapterResponse]]:
+        """No new request gets the adapter; those that have it go on to their end."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -37,6 +37,10 @@ class SlotTable:
         """Sequences of each slot."""
         return [slot.users for slot in self._slots]
 
+    def number(self, index: int) -> int:
+        """Of the adapter in a slot; 0: none."""
+        return self._slots[index].number
+
     def find(self, number: int) -> int | None:
         """The slot in which a sequence may use the adapter now."""
         for index, slot in enumerate(self._slots):
@@ -65,7 +69,7 @@ class SlotTable:
         """Slots for the adapters that sequences wait for, the most urgent first: an empty one, else that of the least
         recently used adapter that no one has, else one is closed. ``oldest_in_flight``: steps from there on may still
         be computing."""
-        unmet = [number for number in wanted if not self._is_coming(number)]
+        unmet = [number for number in wanted if not self.holds(number)]
         for number in unmet:
             free = [s for s in self._slots if self._is_free(s, oldest_in_flight)]
             if free:
@@ -79,7 +83,8 @@ class SlotTable:
             if open_ and closing < len(unmet):
                 min(open_, key=lambda s: s.users).closing = True
 
-    def _is_coming(self, number: int) -> bool:
+    def holds(self, number: int) -> bool:
+        """Whether the adapter is in a slot for good, or on its way there."""
         return any(s.number == number and not s.closing for s in self._slots)
 
     @staticmethod

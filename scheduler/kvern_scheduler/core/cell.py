@@ -7,16 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvern.block_hash import adapter_keys
 from kvern.errors import KvernError
-from kvern.v1 import error_pb2, model_pb2, sampling_pb2
+from kvern.v1 import adapter_pb2, error_pb2, model_pb2, sampling_pb2
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.errors import IntegrityError
 from kvern_scheduler.core.group import Group, Limits, finish_sequence
 from kvern_scheduler.core.journal import Journal, Kind
+from kvern_scheduler.core.registry import Registry, not_served
 from kvern_scheduler.core.requests import Request, Sequence, State, Submission
 from kvern_scheduler.core.validate import check_capacity, check_submission, check_whole
 
 MAX_LOSSES = 5
+ADAPTER_LOAD_TOKENS = 512
+"""What filling a slot with an adapter counts when a request is routed."""
 
 
 class Cell:
@@ -30,6 +34,7 @@ class Cell:
         self.groups: dict[int, Group] = {}
         self.requests: dict[int, Request] = {}
         self.changes = Changes()
+        self.adapters = Registry()
         self._by_name: dict[tuple[str, str], Request] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._homeless: list[Sequence] = []
@@ -134,14 +139,17 @@ class Cell:
 
     def _route(self, sequence: Sequence) -> tuple[Group, int]:
         """The group with the least to compute before this sequence's next token: its own work less what the group has
-        cached, behind what the group has queued. And its tokens cached there; −1 where there is no choice."""
+        cached, and its adapter where that is not there, behind what the group has queued. And its tokens cached there; −1
+        where there is no choice."""
         if len(self.groups) == 1:
             return next(iter(self.groups.values())), -1
 
         def cost(group: Group) -> tuple[bool, int, int, int]:
             too_small = not group.can_hold(sequence)
             cached = len(group.match(sequence.hashes, len(sequence.hashes))[0]) * group.block_size
-            return too_small, sequence.num_tokens - cached + group.load, group.index, cached
+            adapter = sequence.request.submission.adapter
+            loading = ADAPTER_LOAD_TOKENS if adapter and not group.adapters.holds(adapter) else 0
+            return too_small, sequence.num_tokens - cached + loading + group.load, group.index, cached
 
         _, _, index, cached = min(map(cost, self.groups.values()))
         return self.groups[index], cached
@@ -193,12 +201,27 @@ class Cell:
         check_submission(submission, self.model, self.block_size)
         check_whole(submission, self.model, self._max_step_tokens)
         check_capacity(submission, self.kv_capacity_tokens)
+        self._check_adapter(submission)
         self._check_queues(submission)
+        submission.lora = self._lora(submission)
         request = Request(self._next_rid, submission, now)
         self._next_rid += 1
         self._admit(request)
         self.changes.requests.append(request)
         return request, True
+
+    def _check_adapter(self, submission: Submission) -> None:
+        if not submission.adapter:
+            return
+        adapter = self.adapters.adapters.get(submission.adapter)
+        if adapter is None or adapter.draining:
+            raise not_served("model", adapter.name if adapter is not None else str(submission.adapter))
+        if self.groups and not self.max_loras:
+            raise no_slots()
+
+    def _lora(self, submission: Submission) -> tuple[str, str] | None:
+        adapter = self.adapters.adapters.get(submission.adapter)
+        return None if adapter is None else adapter_keys(adapter)
 
     def _check_queues(self, submission: Submission) -> None:
         limits = self.limits
@@ -249,6 +272,7 @@ class Cell:
     def restore(self, request: Request) -> None:
         """A request of an earlier leader: its unfinished sequences queue, the finished ones stay readable."""
         self._next_rid = max(self._next_rid, request.rid + 1)
+        request.submission.lora = self._lora(request.submission)
         self._admit(request, restored=True)
 
     def skip_rids(self, next_rid: int) -> None:
@@ -305,6 +329,53 @@ class Cell:
         for sequence in request.sequences:
             self._rows[sequence.row] = None
             self._free_rows.append(sequence.row)
+        if request.submission.adapter:
+            self._drop_drained()
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_loras(self) -> int:
+        """Adapters that one group can have in a step."""
+        return max((len(group.adapters) for group in self.groups.values()), default=0)
+
+    def load_adapter(
+        self,
+        name: str,
+        path: str,
+        digest: bytes,
+        rank: int,
+        *,
+        replace: bool = False,
+        from_flags: bool = False,
+    ) -> adapter_pb2.Adapter:
+        """As Registry.add."""
+        adapter = self.adapters.add(name, path, digest, rank, replace=replace, from_flags=from_flags)
+        self._drop_drained()
+        return adapter
+
+    def unload_adapter(self, name: str) -> tuple[adapter_pb2.Adapter, int]:
+        """The adapter, and how many requests go on with it. Raises MODEL_NOT_FOUND."""
+        adapter = self.adapters.drain(name)
+        users = sum(
+            request.submission.adapter == adapter.number and request.num_unfinished > 0
+            for request in self.requests.values()
+        )
+        self._drop_drained()
+        return adapter, users
+
+    def _drop_drained(self) -> None:
+        """Forgets drained adapters that no request has, ended ones that may still be asked for included."""
+        used = {request.submission.adapter for request in self.requests.values()}
+        for number, adapter in list(self.adapters.adapters.items()):
+            if adapter.draining and number not in used:
+                del self.adapters.adapters[number]
+        self.changes.adapters = self.adapters.pack()
+
+    def end_without_slots(self, now: float) -> None:
+        """Ends what waits for a slot for its adapter, since no group has any."""
+        for sequence in [s for s in self._homeless if s.request.submission.adapter]:
+            self._end(sequence, sampling_pb2.FINISH_REASON_ERROR, now, no_slots())
 
     def sequence_of_row(self, row: int) -> Sequence | None:
         return self._rows[row]
@@ -336,6 +407,14 @@ class Cell:
             for sequence in request.sequences:
                 if self._rows[sequence.row] is not sequence:
                     raise IntegrityError(f"row {sequence.row} is not its sequence's")
+
+
+def no_slots() -> KvernError:
+    return KvernError(
+        error_pb2.ERROR_CODE_UNIMPLEMENTED,
+        "no worker has slots for LoRA adapters; start workers with --enable-lora",
+        field="model",
+    )
 
 
 def _kind(model: model_pb2.ModelInfo) -> str:

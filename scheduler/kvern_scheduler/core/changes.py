@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,9 +56,17 @@ class Changes:
     indexed: list[Indexed] = field(default_factory=list)
     num_steps: int = 0
     """Steps that the journal knew of when they were taken."""
+    adapters: bytes | None = None
+    """All adapters (core.registry.Registry.pack), where they have changed."""
+    acknowledged: list[Callable[[], None]] = field(default_factory=list)
+    """Called when all of this, and what came before it, is committed."""
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.requests or self.finished or self.indexed or self.logprobs)
+        return (
+            bool(self.tokens or self.requests or self.finished or self.indexed or self.logprobs)
+            or self.adapters is not None
+            or bool(self.acknowledged)
+        )
 
     def extend(self, later: Changes) -> None:
         self.requests += later.requests
@@ -66,11 +75,16 @@ class Changes:
         self.finished += later.finished
         self.indexed += later.indexed
         self.num_steps = max(self.num_steps, later.num_steps)
+        if later.adapters is not None:
+            self.adapters = later.adapters
+        self.acknowledged += later.acknowledged
 
     def take(self) -> Changes:
         """Hands everything over and starts anew."""
         taken = Changes(
-            self.requests, self.tokens, self.logprobs, self.finished, self.indexed, self.num_steps
+            *(self.requests, self.tokens, self.logprobs, self.finished, self.indexed),
+            *(self.num_steps, self.adapters, self.acknowledged),
         )
         self.requests, self.tokens, self.logprobs, self.finished, self.indexed = [], [], [], [], []
+        self.adapters, self.acknowledged = None, []
         return taken

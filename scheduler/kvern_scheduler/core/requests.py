@@ -55,7 +55,7 @@ class Submission:
     adapter: int = 0
     """The number of its LoRA adapter; 0: none."""
     lora: tuple[str, str] | None = None
-    """What block hashes are keyed with for it: name and cache path."""
+    """What block hashes are keyed with for it (kvern.block_hash.adapter_keys)."""
     traceparent: str = ""
     pooling: bool = False
     """Asks for an embedding; ``params.max_tokens`` is 0."""

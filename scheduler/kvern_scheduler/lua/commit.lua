@@ -1,12 +1,14 @@
 -- Applies one step's delta whole, and prolongs the lease.
--- KEYS  1 leader, 2 live, 3 recent, 4 instances; prefixes: 5 request, 6 tokens, 7 index, 8 logprobs, 9 names
+-- KEYS  1 leader, 2 live, 3 recent, 4 instances, 10 adapters; prefixes: 5 request, 6 tokens, 7 index, 8 logprobs,
+--       9 names
 -- ARGV  1 epoch, 2 step, 3 digest, 4 lease in ms, 5 next request number
 --       6 new tokens, (sequence number uint64, token int32) each: what `recent` gets at its end
 --       7 '1': `recent` goes into the token logs. It is then, with what is new: 8 sequence numbers (uint64, request *
 --         128 + choice), 9 tokens of each (uint32), 10 the tokens (int32), joined
 --       then lists, each after its length: requests (number, record); log-probabilities
 --       (number, choice, what to append); ends (number, choice, record, choices if the last or 0, seconds to retain,
---       name); gone instances; index entries (instance, blocks, generations, hashes)
+--       name); gone instances; index entries (instance, blocks, generations, hashes);
+--       at most one record of all adapters
 -- Gives 1 OK, 2 DUP, -1 GAP, -2 FENCED
 -- What can be done twice comes first, and the step last: a commit that an error ends has not been, and is repeated.
 redis.register_function('kvern_commit' .. VERSION, function(keys, args)
@@ -81,6 +83,8 @@ redis.register_function('kvern_commit' .. VERSION, function(keys, args)
     end
     if reached > highest then redis.call('HSET', instances, instance, reached) end
   end)
+
+  each(1, function(adapters) redis.call('SET', keys[10], adapters) end)
 
   if args[7] == '1' then
     local numbers, counts, tokens = args[8], args[9], args[10]

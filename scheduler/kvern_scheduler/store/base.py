@@ -101,6 +101,8 @@ class Delta:
     indexed: list[IndexEntries] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     """Worker instances that are gone, and their index with them."""
+    adapters: bytes | None = None
+    """What ``State.adapters`` is from now on."""
 
     def digest(self) -> bytes:
         """16 bytes that tell this delta from any other."""
@@ -122,6 +124,8 @@ class Delta:
             h.update(entries.blocks.tobytes() + entries.generations.tobytes() + entries.hashes)
         for instance in self.dropped:
             h.update(b"d%s " % instance.encode())
+        if self.adapters is not None:
+            h.update(b"a%d " % len(self.adapters) + self.adapters)
         return h.digest()
 
 
@@ -150,6 +154,8 @@ class State:
     """Worker instances that have an index."""
     retained_s: float = 0.0
     """For so long there may be requests that have ended; ``find`` knows them."""
+    adapters: bytes = b""
+    """All adapters of the cell, as one record."""
 
 
 class Store(Protocol):

@@ -8,6 +8,7 @@ kvern:{cell}:recent                 string  output tokens of the last commits, i
 kvern:{cell}:logprobs:17.0          string  its log-probabilities, where asked (convert.pack_logprobs)
 kvern:{cell}:name:tenant/my-id      string  number of a request that has ended and is still readable
 kvern:{cell}:instances              hash    worker instance → highest bucket of its prefix index
+kvern:{cell}:adapters               string  kvern.v1.AdapterRegistry: its LoRA adapters
 kvern:{cell}:index:<instance>:3     string  ``INDEXED`` records of blocks 3072 to 4095; generation 0: not indexed
 
 ``retained_ms`` (Unix time): until then there may be requests that have ended. Their keys expire by themselves.
@@ -51,6 +52,10 @@ class Keys:
     @property
     def instances(self) -> str:
         return self._key("instances")
+
+    @property
+    def adapters(self) -> str:
+        return self._key("adapters")
 
     @property
     def request(self) -> str:

@@ -51,6 +51,7 @@ class MemoryStore:
         self._logprobs: dict[int, bytearray] = {}
         self._unsorted: list[Delta] = []
         self._index: dict[str, npt.NDArray[np.void]] = {}
+        self._adapters = b""
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
         left = self._expiry - self._clock()
@@ -107,6 +108,8 @@ class MemoryStore:
             self._index.pop(instance, None)
         for entries in delta.indexed:
             self._enter(entries)
+        if delta.adapters is not None:
+            self._adapters = delta.adapters
         return CommitStatus.OK
 
     async def load(self) -> State:
@@ -120,6 +123,7 @@ class MemoryStore:
             {rid: self._stored(rid) for rid in self._records if rid not in ended},
             set(self._index),
             max((expiry - self._clock() for expiry, *_ in self._expires), default=0.0),
+            self._adapters,
         )
 
     async def find(self, names: Sequence[Name]) -> list[StoredRequest]:

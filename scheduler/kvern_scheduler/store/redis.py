@@ -65,7 +65,7 @@ class RedisStore:
         self._recent: list[npt.NDArray[Any]] | None = None
         self._commit_keys = (
             *(keys.leader, keys.live, keys.recent, keys.instances),
-            *(keys.request, keys.tokens, keys.index, keys.logprobs, keys.names),
+            *(keys.request, keys.tokens, keys.index, keys.logprobs, keys.names, keys.adapters),
         )
 
     async def acquire(self, owner: str, address: str, *, steal: int | None = None) -> Leadership | Held:
@@ -126,15 +126,17 @@ class RedisStore:
                 ("SMEMBERS", keys.live),
                 ("HKEYS", keys.instances),
                 ("GET", keys.recent),
+                ("GET", keys.adapters),
             ]
         )
-        leader, (seconds, micros), live, instances, packed = _to_dict(answers[0]), *answers[1:]
+        leader, (seconds, micros), live, instances, packed, adapters = _to_dict(answers[0]), *answers[1:]
         state = State(
             int(leader.get(b"epoch", 0)), int(leader.get(b"step", 0)), int(leader.get(b"next_rid", 1))
         )
         retained_ms = int(leader.get(b"retained_ms", 0))
         state.retained_s = max(0.0, retained_ms / 1000 - int(seconds) - int(micros) / 1e6)
         state.instances = {instance.decode() for instance in instances}
+        state.adapters = adapters or b""
         recent = _recent(packed)
         self._recent = [recent]
         for stored in await self._read(self._connection, [int(rid) for rid in live], recent):
@@ -289,6 +291,7 @@ def _pack(delta: Delta) -> Iterator[Any]:
             entries.generations.tobytes(),
             entries.hashes,
         )
+    yield from (0,) if delta.adapters is None else (1, delta.adapters)
 
 
 def _to_dict(answer: Any) -> dict[bytes, bytes]:

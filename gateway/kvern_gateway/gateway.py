@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvern.block_hash import hash_prompt, join_hashes
-from kvern.errors import KvernError
+import grpc.aio
+
+from kvern.block_hash import adapter_keys, hash_prompt, join_hashes
+from kvern.errors import KvernError, invalid
+from kvern.rpc.errors import error_from_rpc
 from kvern.rpc.packing import pack_i32
 from kvern.rpc.tracing import Tracing
-from kvern.v1 import generation_pb2, session_pb2
+from kvern.v1 import adapter_pb2, generation_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.keys import Keys, current
@@ -25,6 +28,7 @@ from kvern_gateway.text.tokenizer import TextModel
 from kvern_gateway.validation import (
     Fields,
     ModelFacts,
+    check_model,
     check_prompt_chars,
     check_text,
     check_token_ids,
@@ -34,6 +38,8 @@ from kvern_gateway.validation import (
 
 # Tokens that a tokenizer may have above its model's vocabulary; more means that it belongs to another model.
 MAX_EXTRA_TOKENS = 16
+# A worker reads files meanwhile, be it from far away.
+ADAPTER_TIMEOUT_S = 130.0
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ class Routing:
     n: int = 1
     cache_salt: str = ""
     priority: int = 0
+    adapter: adapter_pb2.Adapter | None = None
 
 
 @dataclass(eq=False)
@@ -69,6 +76,7 @@ class Gateway:
     metrics: Metrics = field(default_factory=Metrics)
     keys: Keys = field(default_factory=Keys)
     tracing: Tracing | None = None
+    allow_lora_updating: bool = False
     draining: bool = False
 
     def __post_init__(self) -> None:
@@ -88,13 +96,77 @@ class Gateway:
             raise unavailable("no scheduler is connected yet; try again shortly")
         if self._facts is None or self._facts[0] is not welcome:
             self._facts = (welcome, ModelFacts.of(welcome, self.text.sampling_defaults))
-            self.metrics.model = self.names()[0]
+            self.metrics.model = self.model_names()[0]
         return self._facts[1]
 
-    def names(self) -> list[str]:
-        """Names that requests may use, the one shown first."""
+    def model_names(self) -> list[str]:
+        """Names of the model, the one shown first."""
         own = self.facts().name
         return [*self.served_names, *([] if own in self.served_names else [own])]
+
+    def names(self) -> list[str]:
+        """Names that requests may use: the model's, then its adapters'."""
+        names = self.model_names()
+        return [*names, *(a.name for a in self.client.adapters.served if a.name not in names)]
+
+    def adapter(self, name: object, *, named: bool = False) -> adapter_pb2.Adapter | None:
+        """The adapter that a request's ``model`` means, if not the model itself. ``named``: its client named the request,
+        which may so be one that was admitted before its adapter was unloaded. Raises MODEL_NOT_FOUND."""
+        found = self.client.adapters.find(name, admitted=named)
+        if found is None or found.name in self.model_names():
+            check_model(name, self.names())
+            return None
+        return found
+
+    async def load_adapter(self, request: adapter_pb2.LoadAdapterRequest) -> adapter_pb2.LoadAdapterResponse:
+        """Returns when requests here may name it. Raises KvernError with what is wrong with it."""
+        self._check_lora_updating()
+        if request.name in self.model_names():
+            raise invalid(
+                "lora_name", f"{request.name} is a name of the model; choose another one", value=request.name
+            )
+        try:
+            ask = session_pb2.ServeAdapterRequest(
+                name=request.name, path=request.path, replace=request.replace
+            )
+            response = await self.client.leader().ServeAdapter(ask, timeout=ADAPTER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        loaded, adapters = response.adapter, self.client.adapters
+
+        def is_known() -> bool:
+            found = adapters.find(loaded.name)
+            return found is not None and found.number >= loaded.number
+
+        await adapters.until(is_known)
+        return adapter_pb2.LoadAdapterResponse(adapter=loaded)
+
+    async def unload_adapter(
+        self, request: adapter_pb2.UnloadAdapterRequest
+    ) -> adapter_pb2.UnloadAdapterResponse:
+        """Returns when requests here may no longer name it. Raises KvernError."""
+        self._check_lora_updating()
+        try:
+            ask = session_pb2.WithdrawAdapterRequest(name=request.name)
+            response = await self.client.leader().WithdrawAdapter(ask, timeout=ADAPTER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        gone, adapters = response.adapter, self.client.adapters
+
+        def is_gone() -> bool:
+            found = adapters.find(gone.name)
+            return found is None or found.number != gone.number
+
+        await adapters.until(is_gone)
+        return adapter_pb2.UnloadAdapterResponse(adapter=gone, num_running=response.num_running)
+
+    def _check_lora_updating(self) -> None:
+        self.facts()
+        if not self.allow_lora_updating:
+            raise unimplemented(
+                "lora_name",
+                "adapters cannot be loaded or unloaded here; start the gateway with --allow-runtime-lora-updating",
+            )
 
     def check_compatible(self) -> None:
         """Refuses a tokenizer that isn't the served model's.
@@ -147,6 +219,11 @@ class Gateway:
             min_tokens=submit.params.min_tokens,
         )
 
+    def attached_model(self, submit: session_pb2.Submit) -> str:
+        """The name of what such a request asked for."""
+        context = generation_pb2.GenerateRequest.FromString(submit.gateway_context)
+        return context.model or self.model_names()[0]
+
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)
         return stop_ids if params.ignore_eos else stop_ids | self.facts().eos_token_ids
@@ -180,7 +257,7 @@ class Gateway:
         """Raises KvernError UNAVAILABLE; the scheduler's own answer comes by ``Generation.admitted``."""
         submit = self._submission(prompt_ids, params, identity, routing)
         submit.n = routing.n
-        submit.gateway_context = options.context()
+        submit.gateway_context = options.context(routing.adapter.name if routing.adapter else "")
         submit.resumable, submit.resumes = identity.resumable, identity.resumes
         return self.client.submit(submit)
 
@@ -199,7 +276,8 @@ class Gateway:
         # Of an encoder nothing is cached.
         cached = welcome.prefix_caching and not (pooling is not None and pooling.bidirectional)
         if cached and welcome.block_size:
-            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt)
+            lora = adapter_keys(routing.adapter) if routing.adapter else None
+            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt, lora)
         return session_pb2.Submit(
             request_id=identity.request_id,
             tenant=identity.tenant,
@@ -212,6 +290,7 @@ class Gateway:
             deadline_unix_ms=identity.deadline_unix_ms,
             model=welcome.model.name,
             traceparent=identity.traceparent,
+            adapter=routing.adapter.number if routing.adapter else 0,
         )
 
     def routing(self, fields: Fields) -> Routing:
@@ -219,6 +298,7 @@ class Gateway:
             fields.integer("n", 1, self.limits.max_n, 1),
             current().salted(fields.string("cache_salt", self.limits.max_salt_chars)),
             current().prioritized(fields.integer("priority", -(2**31), 2**31 - 1, 0)),
+            self.adapter(fields.get("model"), named=fields.get("request_id") is not None),
         )
 
 

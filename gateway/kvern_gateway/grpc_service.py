@@ -11,8 +11,8 @@ from typing import Any, cast
 import grpc.aio
 
 from kvern.errors import KvernError, invalid
+from kvern.v1 import adapter_pb2, generation_pb2_grpc, session_pb2
 from kvern.v1 import generation_pb2 as pb
-from kvern.v1 import generation_pb2_grpc, session_pb2
 from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway import operations
 from kvern_gateway.embedding import check_dimensions, check_length, embed
@@ -75,9 +75,8 @@ def _spell(name: str) -> str:
 def to_fields(request: pb.GenerateRequest) -> Fields:
     """The request's values under canonical names; what it left out is left out."""
     sampling: Any = request.sampling
-    values: dict[str, Any] = {
-        name: getattr(sampling, name) for name in _SAMPLING_OPTIONAL if sampling.HasField(name)
-    }
+    values: dict[str, Any] = {"model": request.model, "request_id": request.request_id or None}
+    values |= {name: getattr(sampling, name) for name in _SAMPLING_OPTIONAL if sampling.HasField(name)}
     for name in _SAMPLING_PLAIN:
         value = getattr(sampling, name)
         if not value:
@@ -128,8 +127,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             # A named request may be one that was admitted before: only the scheduler knows.
             if gateway.client.requests.room.full and not request.request_id:
                 raise overloaded()
-            check_model(request.model, gateway.names())
             fields = to_fields(request)
+            gateway.adapter(request.model, named=bool(request.request_id))
             model = gateway.facts()
             check_generates(model)
             name, prompt_ids = await self._prompt(request, fields)
@@ -182,7 +181,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 raise unavailable("this gateway is shutting down; another one will answer", 100)
             if gateway.client.requests.room.full:
                 raise overloaded()
-            check_model(request.model, gateway.names())
+            adapter = gateway.adapter(request.model)
             model = gateway.facts()
             dimensions = check_dimensions(Fields({"dimensions": request.dimensions or None}), model)
             most = gateway.limits.max_embedding_inputs
@@ -201,7 +200,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             gateway.metrics.running += 1
             try:
                 routing = Routing(
-                    cache_salt=current().salted(""), priority=current().prioritized(request.priority)
+                    cache_salt=current().salted(""),
+                    priority=current().prioritized(request.priority),
+                    adapter=adapter,
                 )
                 vectors = await embed(gateway, inputs, identity, routing, dimensions)
             finally:
@@ -230,7 +231,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             _check_from_index(request, submit)
             accepted = pb.Accepted(
                 request_id=request.request_id,
-                model=gateway.names()[0],
+                model=gateway.attached_model(submit),
                 num_prompt_tokens=len(submit.prompt_token_ids) // 4,
             )
             yield pb.StreamResponse(event=pb.GenerateResponse(accepted=accepted))
@@ -281,7 +282,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
         gateway = self._gateway
-        names = gateway.names()
+        names = gateway.model_names()
         assert gateway.client.welcome is not None
         models = []
         for name in names:
@@ -290,6 +291,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             info.name = name
             models.append(info)
         return pb.ListModelsResponse(models=models)
+
+    async def LoadAdapter(
+        self, request: adapter_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> adapter_pb2.LoadAdapterResponse:
+        return await self._gateway.load_adapter(request)
+
+    async def UnloadAdapter(
+        self, request: adapter_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> adapter_pb2.UnloadAdapterResponse:
+        return await self._gateway.unload_adapter(request)
+
+    async def ListAdapters(
+        self, request: adapter_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> adapter_pb2.ListAdaptersResponse:
+        self._gateway.facts()
+        return adapter_pb2.ListAdaptersResponse(adapters=self._gateway.client.adapters.served)
 
     async def _prompt(self, request: pb.GenerateRequest, fields: Fields) -> tuple[str, list[int]]:
         gateway = self._gateway

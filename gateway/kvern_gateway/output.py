@@ -42,9 +42,11 @@ class TextOptions:
         self.end_ids = frozenset() if include_stop else end_ids
         self.min_tokens = min_tokens
 
-    def context(self) -> bytes:
-        """What another gateway needs to make the same text of the same tokens (`Submit.gateway_context`)."""
+    def context(self, model: str = "") -> bytes:
+        """What another gateway needs to make the same text of the same tokens (`Submit.gateway_context`), and the name
+        of the adapter that was asked for."""
         return generation_pb2.GenerateRequest(
+            model=model,
             stop=self.stops,
             include_stop_in_output=self.include_stop,
             keep_special_tokens=not self.skip_special,

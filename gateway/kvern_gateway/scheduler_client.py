@@ -22,7 +22,8 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from kvern.rpc.channel import Dial, create_channel
 from kvern.rpc.errors import error_from_rpc
-from kvern.v1 import operations_pb2_grpc, session_pb2
+from kvern.v1 import operations_pb2_grpc, session_pb2, session_pb2_grpc
+from kvern_gateway.adapters import Adapters
 from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.leaders import Leaders, NoLeader
 from kvern_gateway.open_requests import OpenRequests, SessionLost
@@ -51,6 +52,7 @@ class SchedulerClient:
         self.welcome: session_pb2.Welcome | None = None
         self.connected = asyncio.Event()
         self.requests = OpenRequests()
+        self.adapters = Adapters()
         self._leaders = Leaders(addresses, dial)
         # Of the leader that the session is with, or was.
         self._address = ""
@@ -88,6 +90,15 @@ class SchedulerClient:
             return await getattr(stub, method)(request, timeout=OPERATE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+
+    def leader(self) -> session_pb2_grpc.SchedulerServiceAsyncStub:
+        """Whom to ask for more than requests.
+
+        Raises:
+            KvernError: UNAVAILABLE, when no scheduler is there.
+        """
+        self._check_connected()
+        return self._leaders.stub(self._address)
 
     def _check_connected(self) -> None:
         if not self.connected.is_set():
@@ -148,6 +159,8 @@ class SchedulerClient:
                 if not isinstance(response, session_pb2.SessionResponse):  # EOF
                     await _raise_status(call)
                 self._heard_at = time.monotonic()
+                if response.HasField("adapters"):
+                    self.adapters.told(response.adapters.adapters)
                 # It comes when the scheduler knows its model; until then there are heartbeats.
                 if response.HasField("welcome"):
                     self._welcomed(address, response.welcome)

@@ -73,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: sampling defaults from the model's generation_config.json; vllm: neutral ones",
     )
+    parser.add_argument(
+        "--allow-runtime-lora-updating",
+        action=argparse.BooleanOptionalAction,
+        default=os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"),
+        help="let clients load and unload LoRA adapters, from any folder that workers can read",
+    )
     parser.add_argument("--max-body-bytes", type=int, default=Limits().max_body_bytes)
     parser.add_argument(
         "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
@@ -291,6 +297,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         Metrics(),
         Keys([*arguments.api_key, *_keys_of_environment()], arguments.api_keys),
         arguments.tracing,
+        arguments.allow_runtime_lora_updating,
     )
     server = GatewayServer(gateway, arguments.ssl)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)

@@ -144,6 +144,27 @@ def up(
     pooler_config: Annotated[
         str | None, typer.Option(help='{"pooling_type": "MEAN", "CLS" or "LAST", "normalize": true or false}')
     ] = None,
+    enable_lora: Annotated[
+        bool | None, typer.Option("--enable-lora/--no-enable-lora", help="Serve LoRA adapters")
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help='Adapters to serve; also {"name": …, "path": …}; repeat for several'
+        ),
+    ] = None,
+    max_loras: Annotated[int | None, typer.Option(help="Adapters in one step")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter")] = None,
+    max_cpu_loras: Annotated[
+        int | None, typer.Option(help="Adapters kept in memory, at least --max-loras")
+    ] = None,
+    allow_runtime_lora_updating: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-runtime-lora-updating/--no-allow-runtime-lora-updating",
+            help="Let clients load and unload adapters",
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu, cuda, or sim (no model, random tokens)")
     ] = None,

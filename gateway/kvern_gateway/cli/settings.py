@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvern.rpc.spellings import translate
+from kvern.rpc.spellings import REPEATED, translate
 
 ENVIRONMENT = "KVERN_UP_"
 
@@ -58,7 +58,9 @@ def read_file(
     notes: list[str] = []
     for key, value in values.items():
         words = [f"--{str(key).lstrip('-')}"]
-        if isinstance(value, bool):
+        if words[0].replace("_", "-") in REPEATED:
+            words += map(str, value if isinstance(value, list) else [value])
+        elif isinstance(value, bool):
             words.append(str(value).lower())
         elif isinstance(value, str | int | float):
             words.append(str(value))
@@ -80,6 +82,8 @@ def _as_settings(argv: Sequence[str]) -> dict[str, Any]:
     if not argv:
         return {}
     name = argv[0].removeprefix("--")
+    if argv[0] in REPEATED:
+        return {name.replace("-", "_"): [word for word in argv if word != argv[0]]}
     if len(argv) == 2:
         return {name.replace("-", "_"): argv[1]}
     return {name.removeprefix("no-").replace("-", "_"): not name.startswith("no-")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
@@ -15,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from kvern.rpc.flags import lora_module
 from kvern_gateway.cli.supervisor import ChildSpec
 from kvern_gateway.keys import API_KEY_VARIABLE
 
@@ -56,6 +59,10 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "awq_bits",
         "runner",
         "pooler_config",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
         "device",
         "sim_step_us",
         "sim_num_blocks",
@@ -67,11 +74,13 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "long_prefill_token_threshold",
         "enable_prefix_caching",
         "metrics_port",
+        "enable_lora",
+        "lora_modules",
         "max_queued_requests",
         "max_queued_tokens",
         "otlp_traces_endpoint",
     ),
-    "gateway": ("api_keys", "otlp_traces_endpoint"),
+    "gateway": ("api_keys", "otlp_traces_endpoint", "allow_runtime_lora_updating"),
 }
 
 
@@ -86,6 +95,18 @@ def check_flags(flags: Mapping[str, object]) -> None:
             "--mamba-block-size has no effect with --no-enable-prefix-caching, since states are kept for prefix hits; "
             "leave one of them out"
         )
+    modules: Any = flags.get("lora_modules") or ()
+    for module in modules:
+        try:
+            name, path = lora_module(module)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"--lora-modules: {error}") from None
+        if flags.get("device") != "sim" and not (Path(path) / "adapter_config.json").is_file():
+            raise UsageError(
+                f"--lora-modules {name}={path}: there is no adapter_config.json in that folder; name one that PEFT saved"
+            )
+    if flags.get("allow_runtime_lora_updating") and not flags.get("enable_lora"):
+        raise UsageError("--allow-runtime-lora-updating has no effect without --enable-lora")
 
 
 @dataclass(frozen=True)
@@ -214,6 +235,8 @@ def render_flags(service: str, values: Mapping[str, object]) -> list[str]:
         spelled = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{spelled}" if value else f"--no-{spelled}")
+        elif isinstance(value, list | tuple):
+            words += [word for each in value for word in (f"--{spelled}", str(each))]
         elif value is not None:
             words += [f"--{spelled}", str(value)]
     return words

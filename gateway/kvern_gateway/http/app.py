@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway
+from kvern_gateway.http import adapters
 from kvern_gateway.http.chat import parse_chat, render_messages
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
@@ -54,6 +55,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/chat/completions", GenerateRoute(gateway, parse_chat), methods=post),
         Route("/v1/completions", GenerateRoute(gateway, parse_completion), methods=post),
         Route("/v1/embeddings", EmbeddingsRoute(gateway), methods=post),
+        Route("/v1/load_lora_adapter", adapters.AdapterRoute(gateway, adapters.load), methods=post),
+        Route("/v1/unload_lora_adapter", adapters.AdapterRoute(gateway, adapters.unload), methods=post),
         Route("/tokenize", cold(_tokenize), methods=post),
         Route("/detokenize", cold(_detokenize), methods=post),
         Route("/v1/models", cold(_models, body=False), methods=get),
@@ -120,13 +123,16 @@ async def _models(gateway: Gateway, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_card(gateway: Gateway, name: str) -> dict[str, Any]:
+    """An adapter has its folder for a root and the model for a parent, as in vLLM."""
+    models = gateway.model_names()
+    adapter = None if name in models else gateway.client.adapters.find(name)
     return {
         "id": name,
         "object": "model",
         "created": int(gateway.started_at),
         "owned_by": "kvern",
-        "root": gateway.facts().name,
-        "parent": None,
+        "root": gateway.facts().name if adapter is None else adapter.path,
+        "parent": None if adapter is None else models[0],
         "max_model_len": gateway.facts().max_model_len,
         "permission": [],
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import time
+from dataclasses import replace
 
 from kvern.errors import invalid
 from kvern_gateway.embedding import Vector, check_dimensions, check_length, embed, pooling_of
-from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
+from kvern_gateway.gateway import Gateway, Identity, mint_id
 from kvern_gateway.generation import unavailable
 from kvern_gateway.http.parse import log_unknown
 from kvern_gateway.http.protocol import Connection
@@ -15,7 +16,7 @@ from kvern_gateway.http.route import BoundRoute
 from kvern_gateway.http.wire import Receive, Scope, Send, header, parse_object, read_body, send_json
 from kvern_gateway.keys import current
 from kvern_gateway.room import overloaded
-from kvern_gateway.validation import Fields, check_model, check_token_ids, render, unimplemented
+from kvern_gateway.validation import Fields, check_token_ids, render, unimplemented
 
 _KNOWN = frozenset(
     [
@@ -46,7 +47,7 @@ class EmbeddingsRoute(BoundRoute):
         if gateway.client.requests.room.full:
             raise overloaded()
         values = parse_object(body)
-        check_model(values.get("model"), gateway.names())
+        gateway.adapter(values.get("model"))
         model = gateway.facts()
         pooling_of(model)
         for name, value in values.items():
@@ -59,7 +60,7 @@ class EmbeddingsRoute(BoundRoute):
             raise fields.error("encoding_format", encoding, '"float" or "base64"')
         dimensions = check_dimensions(fields, model)
         plain = gateway.routing(fields)
-        routing = Routing(cache_salt=plain.cache_salt, priority=plain.priority)
+        routing = replace(plain, n=1)
         inputs = await _parse_inputs(gateway, fields)
         answer_id = mint_id("embd")
         identity = Identity(

@@ -23,7 +23,6 @@ from kvern_gateway.output import TextOptions
 from kvern_gateway.validation import (
     Fields,
     check_generates,
-    check_model,
     check_prompt_length,
     check_request_id,
     render,
@@ -97,7 +96,7 @@ def log_unknown(names: Iterable[str]) -> None:
 
 def read_fields(gateway: Gateway, values: dict[str, Any], chat: bool) -> Fields:
     """Refuses what can't be honoured, whatever its value type."""
-    check_model(values.get("model"), gateway.names())
+    gateway.adapter(values.get("model"), named=values.get("request_id") is not None)
     check_generates(gateway.facts())
     known = COMMON | (CHAT if chat else {"prompt"})
     for name, value in values.items():

@@ -145,7 +145,7 @@ class GenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKEN_PREFIX_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Empty: the only model."""
+    """The model's name or an adapter's. Empty: the model."""
     prompt: _builtins.str
     include_stop_in_output: _builtins.bool
     n: _builtins.int

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from kvern.v1 import adapter_pb2 as kvern_dot_v1_dot_adapter__pb2
 from kvern.v1 import generation_pb2 as kvern_dot_v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -71,6 +72,21 @@ class GenerationServiceStub:
                 request_serializer=kvern_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvern.v1.GenerationService/LoadAdapter',
+                request_serializer=kvern_dot_v1_dot_adapter__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_adapter__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kvern.v1.GenerationService/UnloadAdapter',
+                request_serializer=kvern_dot_v1_dot_adapter__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_adapter__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvern.v1.GenerationService/ListAdapters',
+                request_serializer=kvern_dot_v1_dot_adapter__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_adapter__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -123,6 +139,26 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Where the gateway allows it (--allow-runtime-lora-updating): serves an adapter under a name, at all gateways.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Requests that have the adapter go on to their end; new ones are refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +196,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=kvern_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvern_dot_v1_dot_adapter__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_adapter__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kvern_dot_v1_dot_adapter__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_adapter__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvern_dot_v1_dot_adapter__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_adapter__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +404,87 @@ class GenerationService:
             '/kvern.v1.GenerationService/Embed',
             kvern_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
             kvern_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.GenerationService/LoadAdapter',
+            kvern_dot_v1_dot_adapter__pb2.LoadAdapterRequest.SerializeToString,
+            kvern_dot_v1_dot_adapter__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.GenerationService/UnloadAdapter',
+            kvern_dot_v1_dot_adapter__pb2.UnloadAdapterRequest.SerializeToString,
+            kvern_dot_v1_dot_adapter__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.GenerationService/ListAdapters',
+            kvern_dot_v1_dot_adapter__pb2.ListAdaptersRequest.SerializeToString,
+            kvern_dot_v1_dot_adapter__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from kvern.v1 import adapter_pb2 as _adapter_pb2
 from kvern.v1 import generation_pb2 as _generation_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -46,6 +47,11 @@ class GenerationServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
     """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.LoadAdapterRequest, _adapter_pb2.LoadAdapterResponse]
+    """Where the gateway allows it (--allow-runtime-lora-updating): serves an adapter under a name, at all gateways."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.UnloadAdapterRequest, _adapter_pb2.UnloadAdapterResponse]
+    """Requests that have the adapter go on to their end; new ones are refused."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.ListAdaptersRequest, _adapter_pb2.ListAdaptersResponse]
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -65,6 +71,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
     """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.LoadAdapterRequest, _adapter_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Where the gateway allows it (--allow-runtime-lora-updating): serves an adapter under a name, at all gateways."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.UnloadAdapterRequest, _adapter_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Requests that have the adapter go on to their end; new ones are refused."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_pb2.ListAdaptersRequest, _adapter_pb2.ListAdaptersResponse]  # type: ignore[assignment]
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """The public service. A refusal is a gRPC status with a kvern.v1.Error in the trailer `kvern-error-bin`;
@@ -123,5 +134,28 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
         """One vector for each input, in their order. Served where the model pools (ModelInfo.pooling)."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _adapter_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.LoadAdapterResponse, _abc.Awaitable[_adapter_pb2.LoadAdapterResponse]]:
+        """Where the gateway allows it (--allow-runtime-lora-updating): serves an adapter under a name, at all gateways."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _adapter_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.UnloadAdapterResponse, _abc.Awaitable[_adapter_pb2.UnloadAdapterResponse]]:
+        """Requests that have the adapter go on to their end; new ones are refused."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _adapter_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.ListAdaptersResponse, _abc.Awaitable[_adapter_pb2.ListAdaptersResponse]]: ...
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -187,15 +187,17 @@ ROWS: dict[str, list[Row]] = {
     ],
     "LoRA, embeddings and multimodal": [
         Row(
-            "`--enable-lora`, `--lora-modules`",
-            "PEFT files, slots and their turns, kernels for a mixed batch, block hashes",
+            "`--enable-lora`, `--lora-modules`, `--max-loras`, `--max-cpu-loras`, `--max-lora-rank`, "
+            "`/v1/load_lora_adapter`, `/v1/unload_lora_adapter`",
+            "the same; gRPC `LoadAdapter`, `UnloadAdapter`, `ListAdapters`; `--allow-runtime-lora-updating`",
             (
+                "e2e/test_lora.py",
+                "scheduler/test_adapters.py",
                 "kernels/test_lora_kernel.py",
                 "worker/test_worker_adapters.py",
                 "scheduler/test_core_adapters.py",
                 "contract/test_block_hash.py",
             ),
-            f"loading, names and surfaces; {REFUSED}",
         ),
         Row(
             "`--runner pooling`, `--pooler-config`, `/v1/embeddings`, BERT encoders",

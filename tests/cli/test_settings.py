@@ -57,6 +57,27 @@ def test_the_command_line_wins_over_environment_file_and_profile(tmp_path: Path)
     assert "KVERN_UP_BLOK_SIZE is ignored; did you mean KVERN_UP_BLOCK_SIZE?" in printed
 
 
+def test_adapters_come_from_file_and_command_line(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").touch()
+    a, b = f"a={folder}", f'{{"name":"b","path":"{folder}"}}'
+    lines, _ = dry_run("--enable-lora", "--max-loras", "2", "--lora-modules", a, b)
+    assert f"--lora-modules {a} --lora-modules '{b}'" in lines["scheduler"]
+    assert "--enable-lora --max-loras 2" in lines["worker"]
+    (tmp_path / "kvern.yaml").write_text(f"enable-lora: true\nlora-modules: [{a}, c={folder}]\n")
+    lines, _ = dry_run("--config", str(tmp_path / "kvern.yaml"), "--allow-runtime-lora-updating")
+    assert f"--lora-modules {a} --lora-modules c={folder}" in lines["scheduler"]
+    assert "--allow-runtime-lora-updating" in lines["gateway"]
+    for words, said in (
+        (["--enable-lora", "--lora-modules", "a=/nowhere"], "there is no adapter_config.json"),
+        (["--lora-modules", a], "--lora-modules has no effect without --enable-lora"),
+        (["--max-lora-rank", "4"], "--max-lora-rank has no effect without --enable-lora"),
+        (["--allow-runtime-lora-updating"], "has no effect without --enable-lora"),
+    ):
+        assert said in " ".join(dry_run(*words, code=2)[1].split())
+
+
 def test_a_file_may_name_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.touch()

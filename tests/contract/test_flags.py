@@ -7,6 +7,7 @@ import pytest
 from kvern_gateway.server import build_parser as gateway_parser
 from kvern_scheduler.server import parse_args as parse_scheduler
 from kvern_worker.server import build_parser as worker_parser
+from kvern_worker.server import parse_args as parse_worker
 
 SCHEDULER = ["--listen", "127.0.0.1:0", "--worker", "127.0.0.1:1"]
 
@@ -39,6 +40,12 @@ def test_worker(flags: list[str], message: str, capsys: pytest.CaptureFixture[st
         (["--metrics-port", "99999"], "argument --metrics-port: 99999 is not a port"),
         (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is below 1"),
         (["--store", "redis"], "--store redis needs --redis-url"),
+        (["--lora-modules", "a=/x"], "--lora-modules has no effect without --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a=/x", "a=/y"], "--lora-modules names 'a' twice"),
+        (["--enable-lora", "--lora-modules", "a="], "'a=' is not an adapter; use NAME=PATH or"),
+        (["--enable-lora", "--lora-modules", '{"name":'], "is not valid JSON"),
+        (["--enable-lora", "--lora-modules", '{"name":"a"}'], "is not an adapter"),
+        (["--enable-lora", "--lora-modules", '{"nam":"a"}'], "has 'nam', which is not known"),
     ],
 )
 def test_scheduler(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +53,33 @@ def test_scheduler(flags: list[str], message: str, capsys: pytest.CaptureFixture
         parse_scheduler([*SCHEDULER, *flags])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-loras", "2"], "--max-loras has no effect without --enable-lora"),
+        (["--enable-lora", "--max-loras", "0"], "argument --max-loras: 0 is below 1"),
+        (["--enable-lora", "--max-loras", "3", "--max-cpu-loras", "2"], "2 is less than --max-loras 3"),
+    ],
+)
+def test_adapters_of_a_worker(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_worker(flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_adapters_are_named_in_either_form() -> None:
+    flags = [
+        "--enable-lora",
+        "--lora-modules",
+        "a=/x=1",
+        '{"name": "b", "path": "/y", "base_model_name": "m"}',
+    ]
+    assert parse_scheduler([*SCHEDULER, *flags]).lora_modules == [("a", "/x=1"), ("b", "/y")]
+    assert parse_worker(["--enable-lora"]).max_loras == 1
+    assert parse_worker([]).max_loras == 0
 
 
 def test_gateway(capsys: pytest.CaptureFixture[str]) -> None:

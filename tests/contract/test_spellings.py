@@ -17,6 +17,7 @@ KNOWN = {
     "--trust-remote-code",
     "--http-port",
     "--cudagraph-capture-sizes",
+    "--lora-modules",
 }
 SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code"}
 
@@ -54,6 +55,14 @@ SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-re
         ),
         ("-tp 1", "", "-tp is called --tensor-parallel-size here"),
         ("--swap-space 0", "", "--swap-space is called --kv-offloading-size here"),
+        ("--lora-modules a=/x --model m", "--lora-modules a=/x --model m", ""),
+        (
+            '--lora_modules a=/x {"name":"b","path":"/y"} folder',
+            '--lora-modules a=/x --lora-modules {"name":"b","path":"/y"} folder',
+            "",
+        ),
+        ("--lora-modules=a=/x --lora-modules b=/y", "--lora-modules=a=/x --lora-modules b=/y", ""),
+        ("--lora-modules folder", "--lora-modules folder", ""),
         ("--model -- --x", "--model -- --x", ""),
         ("folder --max-model-len -1", "folder --max-model-len -1", ""),
     ],

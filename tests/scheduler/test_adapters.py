@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,30 @@ async def test_modules_of_the_flags_come_and_go_with_them(
     await cluster.start_scheduler()
     gateway = await cluster.gateway()
     assert {a.name: a.path for a in gateway.adapters} == {"mine": folder("c"), "two": folder("d")}
+
+
+async def test_a_scrape_names_adapters(
+    cluster: Cluster, folder: Callable[[str], str], unused_tcp_port: int
+) -> None:
+    for worker in cluster.workers:
+        worker.config = replace(CONFIG, step_us=2000)
+    del cluster.workers[1]
+    cluster.flags += ["--metrics-port", str(unused_tcp_port)]
+    await cluster.start()
+    gateway = await cluster.gateway()
+    adapters = [await load(gateway, name, folder(name)) for name in ("one", "two", "three")]
+    for handle, adapter in enumerate(adapters, 1):
+        await ask(gateway, handle, adapter, 60)
+    await gateway.until(lambda: {1, 2} <= set(gateway.tokens))
+    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+    text = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
+    assert (
+        'lora_requests_info{max_lora="2",running_lora_adapters="one,two",waiting_lora_adapters="three"}'
+        in text
+    )
+    assert "kvern_adapters 3.0" in text
+    assert 'kvern_adapter_load_seconds_count{engine="0",model_name="sim"} 2.0' in text
+    await gateway.finish(1, 2, 3)
 
 
 async def test_loading_stalls_no_running_stream(

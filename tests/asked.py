@@ -123,7 +123,16 @@ ROWS: dict[str, list[Row]] = {
                 "worker/test_worker_states.py",
             ),
         ),
-        Row("`--swap-space`, `--kv-offloading-size`", "", missing=REFUSED),
+        Row(
+            "`--swap-space`, `--kv-offloading-size`",
+            "the same, with `--kv-offloading-policy` and a disk tier (`--kv-offloading-dir`)",
+            (
+                "scheduler/test_core_tiers.py",
+                "worker/test_worker_tiers.py",
+                "simulation/test_simulation.py",
+            ),
+            "from CPUs; on GPUs, and of models that keep states, refused by name",
+        ),
     ],
     "Scheduling": [
         Row(

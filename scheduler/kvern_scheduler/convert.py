@@ -5,12 +5,13 @@ from __future__ import annotations
 from kvern.block_hash import split_hashes
 from kvern.errors import KvernError, invalid
 from kvern.media import keys_of, without_pixels
-from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32
+from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import sampling_pb2, session_pb2, worker_pb2
 from kvern_scheduler.core.changes import Logprobs
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.plan import Entry, Plan, Result
 from kvern_scheduler.core.requests import Finish, Submission, sequence_seed
+from kvern_scheduler.core.tiers import Transfer
 
 _LENGTH_BYTES = 4
 
@@ -32,6 +33,8 @@ def plan_to_pb(plan: Plan, epoch: int) -> worker_pb2.StepPlan:
         pb.save_slots = pack_u32(plan.saves.slots)
         pb.save_state_blocks = pack_u32(plan.saves.blocks)
         pb.save_state_generations = pack_u32(plan.saves.generations)
+    if plan.transfers:
+        pb.transfers.extend(map(_transfer_to_pb, plan.transfers))
     if plan.entries:
         pb.new_sequences.extend(map(_entry_to_pb, plan.entries))
     return pb
@@ -60,6 +63,24 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
             for item in request.submission.media
         ],
     )
+
+
+def _transfer_to_pb(transfer: Transfer) -> worker_pb2.Transfer:
+    return worker_pb2.Transfer(
+        id=transfer.id,
+        kind=transfer.kind,
+        block_ids=transfer.blocks.tobytes(),
+        block_generations=transfer.generations.tobytes(),
+        hashes=b"".join(transfer.hashes),
+    )
+
+
+def failed_positions(pb: worker_pb2.TransferDone) -> set[int]:
+    """Raises ProtocolError where the array is ragged."""
+    try:
+        return set(unpack_u32(pb.failed).tolist())
+    except ValueError as error:
+        raise ProtocolError(f"transfer {pb.id}: {error}") from error
 
 
 def result_from_pb(pb: worker_pb2.StepResult) -> Result:

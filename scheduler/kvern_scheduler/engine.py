@@ -15,7 +15,7 @@ from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import pack_i32
 from kvern.v1 import adapter_pb2, error_pb2, session_pb2, worker_pb2
 from kvern_scheduler.committer import Committer
-from kvern_scheduler.convert import result_from_pb, submission_from_pb
+from kvern_scheduler.convert import failed_positions, result_from_pb, submission_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.changes import Changes
 from kvern_scheduler.core.fold import fold_step
@@ -236,6 +236,10 @@ class Engine:
         waiting = group.queue.num_waiting
         times = pb.wait_us, pb.prepare_us, pb.forward_us, pb.sample_us
         self.journal.stepped(group.index, plan, waiting, *times)
+
+    def transferred(self, group: Group, pb: worker_pb2.TransferDone) -> None:
+        """Blocks have come to where they were sent, or not. Raises ProtocolError where nobody sent them."""
+        group.transferred(pb, failed_positions(pb))
 
     def settle(self) -> None:
         """Ends what is overdue, hands the changes to the committer and wakes the groups. After every batch of calls."""

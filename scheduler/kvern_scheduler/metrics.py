@@ -17,6 +17,7 @@ from kvern.v1 import error_pb2
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.requests import Sequence
+from kvern_scheduler.core.tiers import LOAD, STORE, WRITE
 
 if TYPE_CHECKING:
     from kvern_scheduler.engine import Engine
@@ -148,6 +149,7 @@ class Metrics:
         yield family(counter, "vllm:num_preemptions", "Preemptions", [g.num_preemptions for g in groups])
         yield family(counter, "vllm:prefix_cache_queries", "Tokens", queries)
         yield family(counter, "vllm:prefix_cache_hits", "Tokens", hits)
+        yield from self._collect_tiers(groups)
         rates = [hit / query if query else 0.0 for hit, query in zip(hits, queries, strict=True)]
         yield family(gauge, "kvern_cache_hit_rate", "Prompt tokens found, 0 to 1, since the start", rates)
         if any(len(g.adapters) for g in groups):
@@ -192,6 +194,35 @@ class Metrics:
             "Unloaded adapters that requests still have",
             value=len(registry) - served,
         )
+
+    def _collect_tiers(self, groups: list[Group]) -> Iterable[Metric]:
+        """Of the groups that have tiers below their device; nothing where none has."""
+        tiers = [(str(group.index), group.tiers) for group in groups if group.tiers is not None]
+        if not tiers:
+            return
+        model = self._labels[0]
+        queries = CounterMetricFamily("vllm:external_prefix_cache_queries", "Tokens", labels=LABELS)
+        hits = CounterMetricFamily("vllm:external_prefix_cache_hits", "Tokens", labels=LABELS)
+        blocks = GaugeMetricFamily("kvern_kv_tier_blocks", "Blocks there", labels=(*LABELS, "tier"))
+        capacity = GaugeMetricFamily("kvern_kv_tier_capacity_blocks", "Blocks", labels=(*LABELS, "tier"))
+        for index, each in tiers:
+            queries.add_metric((model, index), each.num_queries)
+            hits.add_metric((model, index), each.num_hits)
+            for tier, size in each.sizes().items():
+                blocks.add_metric((model, index, tier), size)
+                capacity.add_metric((model, index, tier), each.capacities[tier])
+        yield from (queries, hits, blocks, capacity)
+        for name, kind in (("store", STORE), ("load", LOAD), ("write", WRITE)):
+            prefix = "kvern_kv_disk" if kind == WRITE else "vllm:kv_offload"
+            moved = CounterMetricFamily(f"{prefix}_{name}_bytes", "KV moved", labels=LABELS)
+            seconds = CounterMetricFamily(f"{prefix}_{name}_time", "Seconds of it", labels=LABELS)
+            failed = CounterMetricFamily(f"kvern_kv_{name}_failures", "Blocks", labels=LABELS)
+            for index, each in tiers:
+                traffic = each.traffic[kind]
+                moved.add_metric((model, index), traffic.num_bytes)
+                seconds.add_metric((model, index), traffic.seconds)
+                failed.add_metric((model, index), traffic.num_failed)
+            yield from (moved, seconds, failed)
 
     def _waiting_by_reason(self, groups: list[Group]) -> Metric:
         """Long prompts wait for others of their kind (``deferred``), all else for a slot or blocks."""

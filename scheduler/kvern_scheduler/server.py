@@ -25,6 +25,7 @@ from kvern.v1 import operations_pb2_grpc, session_pb2_grpc
 from kvern_scheduler.adapters import Adapters
 from kvern_scheduler.address import advertised
 from kvern_scheduler.committer import Committer, Fenced
+from kvern_scheduler.core.eviction import POLICIES
 from kvern_scheduler.core.group import Limits
 from kvern_scheduler.core.journal import MAX_REQUESTS
 from kvern_scheduler.engine import Engine
@@ -83,6 +84,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=PATH",
         help='adapters to serve from the start; also {"name": …, "path": …}; paths are the workers\'; repeat for several',
     )
+    parser.add_argument(
+        "--kv-offloading-policy",
+        choices=POLICIES,
+        default="lru",
+        help="which KV blocks leave the memory below a worker's device (its --kv-offloading-size) when that is full",
+    )
     parser.add_argument("--max-queued-requests", type=positive, default=2048, metavar="N")
     parser.add_argument("--max-queued-tokens", type=positive, default=2_000_000, metavar="N")
     parser.add_argument(
@@ -126,6 +133,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         max_long_prefills=args.max_long_partial_prefills,
         enable_prefix_caching=args.enable_prefix_caching,
+        kv_offloading_policy=args.kv_offloading_policy,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
     )

@@ -165,12 +165,17 @@ class Worker:
                 description.max_num_batched_tokens,
                 description.num_state_blocks,
                 description.max_loras,
+                num_memory_blocks=description.num_memory_blocks,
+                num_disk_blocks=description.num_disk_blocks,
             )
             self.instance_id = description.instance_id
             self._restore_index(self.group, unpack_u32(inventory.generations), entries)
         assert self.group is not None
         self.host = AdapterHost(stub, self._epoch) if description.max_loras else None
         self._filler = SlotFiller(self._engine, self.group, self.host) if self.host is not None else None
+        if self.group.tiers is not None:
+            tiers = (inventory.memory_hashes, inventory.disk_hashes)
+            self.group.tiers.restore(*(np.frombuffer(hashes, HASH).tolist() for hashes in tiers))
         self._engine.metrics.named(description.model.name)
         self.ready = True
         self._engine.instances[self.group.index] = self.instance_id
@@ -232,9 +237,11 @@ class Worker:
         assert group is not None
         while True:
             response = await self._read()
-            if not response.results:
+            if not response.results and not response.transfers:
                 continue
             try:
+                for done in response.transfers:
+                    engine.transferred(group, done)
                 for result in response.results:
                     engine.fold(group, result)
                     now = time.perf_counter()

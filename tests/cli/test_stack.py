@@ -120,6 +120,8 @@ def test_stale_sockets_are_cleared(tmp_path: Path) -> None:
 
 def test_a_flag_without_effect_is_refused() -> None:
     stack.check_flags({"mamba_block_size": 64})
+    with pytest.raises(stack.UsageError, match="--kv-offloading-size has no effect"):
+        stack.check_flags({"kv_offloading_size": 1.0, "enable_prefix_caching": False})
     stack.check_flags({"mamba_block_size": 64, "enable_prefix_caching": True})
     with pytest.raises(stack.UsageError, match="--mamba-block-size has no effect"):
         stack.check_flags({"mamba_block_size": 64, "enable_prefix_caching": False})

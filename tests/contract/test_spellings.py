@@ -18,6 +18,7 @@ KNOWN = {
     "--http-port",
     "--cudagraph-capture-sizes",
     "--lora-modules",
+    "--kv-offloading-size",
 }
 SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code"}
 
@@ -54,7 +55,6 @@ SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-re
             "--cuda-graph-sizes is called --cudagraph-capture-sizes here",
         ),
         ("-tp 1", "", "-tp is called --tensor-parallel-size here"),
-        ("--swap-space 0", "", "--swap-space is called --kv-offloading-size here"),
         ("--lora-modules a=/x --model m", "--lora-modules a=/x --model m", ""),
         (
             '--lora_modules a=/x {"name":"b","path":"/y"} folder',
@@ -63,6 +63,7 @@ SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-re
         ),
         ("--lora-modules=a=/x --lora-modules b=/y", "--lora-modules=a=/x --lora-modules b=/y", ""),
         ("--lora-modules folder", "--lora-modules folder", ""),
+        ("--swap-space 4", "--kv-offloading-size 4", "--swap-space is called --kv-offloading-size here"),
         ("--model -- --x", "--model -- --x", ""),
         ("folder --max-model-len -1", "folder --max-model-len -1", ""),
     ],
@@ -79,7 +80,7 @@ def test_taken(given: str, expected: str, note: str) -> None:
     ("given", "reason"),
     [
         ("-tp 2", "-tp .here --tensor-parallel-size. 2: tensor parallelism is not built yet"),
-        ("--swap-space 4", "--swap-space .here --kv-offloading-size. 4: KV offload is not built yet"),
+        ("--kv-offloading-backend lmcache", "any KV offload but the native one is not built yet"),
         ("--speculative-config {}", "speculative decoding is not built yet"),
         ("--enable-eplb", "--enable-eplb: expert load balancing is not built yet"),
         ("--offload-backend prefetch", "weight offload is not built yet"),

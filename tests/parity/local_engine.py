@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kvern.block_hash import hash_prompt
+from kvern.block_hash import hash_prompt, split_hashes
 from kvern.media import keys_of
 from kvern.v1 import media_pb2, sampling_pb2, worker_pb2
-from kvern_scheduler.convert import plan_to_pb, result_from_pb
+from kvern_scheduler.convert import failed_positions, plan_to_pb, result_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Limits
@@ -42,10 +43,16 @@ class LocalEngine:
             description.max_num_seqs,
             description.max_num_batched_tokens,
             description.num_state_blocks,
+            num_memory_blocks=description.num_memory_blocks,
+            num_disk_blocks=description.num_disk_blocks,
         )
         self._executor = executor
         self._count = 0
         executor.reset()
+        self._moved = threading.Event()
+        if executor.transfers is not None and self.group.tiers is not None:
+            executor.transfers.notify = self._moved.set
+            self.group.tiers.restore(*map(split_hashes, executor.transfers.inventory()))
 
     def submit(
         self,
@@ -93,10 +100,25 @@ class LocalEngine:
             while (plan := plan_step(self.group, 0.0)) is not None:
                 plans.append(plan_to_pb(plan, 1))
             if not plans:
-                return
+                if not self._transfer():
+                    return
+                continue
             result = self._executor.run(worker_pb2.StepPlan.FromString(plans.popleft().SerializeToString()))
             fold_step(self.group, result_from_pb(result), 0.0)
+            self._transfer(wait=False)
             self.cell.check_integrity()
+
+    def _transfer(self, wait: bool = True) -> bool:
+        """Tells the core what has moved; False where nothing was to move."""
+        transfers, tiers = self._executor.transfers, self.group.tiers
+        if transfers is None or tiers is None or not tiers.is_moving:
+            return False
+        if wait:
+            assert self._moved.wait(10.0), "nothing moves"
+        self._moved.clear()
+        for done in transfers.take_done():
+            self.group.transferred(done, failed_positions(done))
+        return True
 
     def generate(self, prompts: list[list[int]], max_tokens: int, **how: float) -> list[list[int]]:
         """Output of each prompt, all submitted at once."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvern.block_hash import adapter_keys, hash_prompt
+from kvern.block_hash import adapter_keys, hash_prompt, split_hashes
 from kvern.v1 import sampling_pb2, worker_pb2
-from kvern_scheduler.convert import plan_to_pb, result_from_pb
+from kvern_scheduler.convert import failed_positions, plan_to_pb, result_from_pb
 from kvern_scheduler.core.cell import Cell
 from kvern_scheduler.core.fold import fold_step
 from kvern_scheduler.core.group import Group, Limits
@@ -17,7 +17,7 @@ from kvern_scheduler.core.journal import Journal
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.planner import plan_step
 from kvern_scheduler.core.requests import Request, Sequence, Submission, sequence_seed
-from kvern_worker.sim import SimConfig, SimExecutor, continue_greedily
+from kvern_worker.sim import Content, SimConfig, SimExecutor, continue_greedily
 
 
 def adapter_path(adapter: int) -> str:
@@ -41,6 +41,8 @@ class CoreHarness:
         )
         for number in range(1, 6):
             self.cell.load_adapter(f"adapter-{number}", adapter_path(number), bytes([number]), 8)
+        # What the worker has on disk survives it.
+        self.disk: dict[bytes, Content] = {}
         self.group = self.connect()
         self.results: deque[worker_pb2.StepResult] = deque()
         self.num_plans = 0
@@ -49,12 +51,16 @@ class CoreHarness:
 
     def connect(self) -> Group:
         """A worker with nothing in its blocks."""
-        self.executor = SimExecutor(self.config)
+        self.executor = SimExecutor(self.config, self.disk)
         d = self.executor.describe()
-        return self.cell.add_group(
+        self.group = self.cell.add_group(
             *(d.model, d.num_blocks, d.block_size, d.max_num_seqs, d.max_num_batched_tokens),
             d.num_state_blocks,
+            num_memory_blocks=d.num_memory_blocks,
+            num_disk_blocks=d.num_disk_blocks,
         )
+        self.restore_tiers()
+        return self.group
 
     def submit(
         self,
@@ -100,14 +106,29 @@ class CoreHarness:
         plan = fold_step(self.group, result_from_pb(self.results.popleft()), self.now)
         self.cell.journal.stepped(self.group.index, plan, self.group.queue.num_waiting, 0, 0, 0, 0)
 
+    def transfer(self) -> int:
+        """What has ended is told to the core; returns how much that was."""
+        transfers = self.executor.transfers
+        ended = [] if transfers is None else transfers.take_done()
+        for done in ended:
+            self.group.transferred(done, failed_positions(done))
+        return len(ended)
+
     def lose(self, *, keep_blocks: bool) -> None:
         """The worker is gone and comes back, with or without its blocks."""
         self.disconnect(keep_blocks=keep_blocks)
         if keep_blocks:
             self.executor.reset()
+            self.restore_tiers()
             self.cell.readmit_group(self.group)
         else:
             self.group = self.connect()
+
+    def restore_tiers(self) -> None:
+        """As at a claim."""
+        if self.executor.transfers is not None and self.group.tiers is not None:
+            memory, disk = self.executor.transfers.inventory()
+            self.group.tiers.restore(split_hashes(memory), split_hashes(disk))
 
     def disconnect(self, *, keep_blocks: bool = False) -> None:
         """The worker is gone."""
@@ -119,10 +140,13 @@ class CoreHarness:
         for _ in range(limit):
             while self.plan() is not None:
                 pass
+            if not self.results and (self.transfer() or self.transfer()):
+                continue
             if not self.results:
                 assert not self.cell.num_waiting, "sequences wait, and nothing runs: a deadlock"
                 return
             self.fold()
+            self.transfer()
             self.now += 1.0
         raise AssertionError("no end in sight")
 

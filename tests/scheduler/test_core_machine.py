@@ -14,6 +14,7 @@ from scheduler.core_harness import CoreHarness
 
 from kvern.v1 import sampling_pb2
 from kvern_scheduler.core.cell import MAX_LOSSES
+from kvern_scheduler.core.eviction import POLICIES
 from kvern_scheduler.core.requests import Request, State
 from kvern_worker.sim import SimConfig
 
@@ -28,6 +29,8 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         max_preemptions=st.integers(0, 2),
         state_blocks=st.sampled_from([None, None, (0, 8), (1, 4), (3, 8), (20, 4), (20, 12)]),
+        tiers=st.sampled_from([(0, 0), (1, 0), (3, 5), (8, 30), (50, 0)]),
+        policy=st.sampled_from(POLICIES),
     )
     def start(
         self,
@@ -37,6 +40,8 @@ class CoreMachine(RuleBasedStateMachine):
         caching: bool,
         max_preemptions: int,
         state_blocks: tuple[int, int] | None,
+        tiers: tuple[int, int],
+        policy: str,
     ) -> None:
         num_state_blocks, state_block_size = state_blocks or (0, 0)
         config = SimConfig(
@@ -48,9 +53,17 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=40,
             vocab_size=29,
+            num_memory_blocks=tiers[0],
+            num_disk_blocks=tiers[1],
+            bad_disk_blocks=3,
             strict=True,
         )
-        self.core = CoreHarness(config, enable_prefix_caching=caching, max_preemptions=max_preemptions)
+        self.core = CoreHarness(
+            config,
+            enable_prefix_caching=caching,
+            max_preemptions=max_preemptions,
+            kv_offloading_policy=policy,
+        )
         self.requests: list[Request] = []
 
     @rule(
@@ -87,6 +100,10 @@ class CoreMachine(RuleBasedStateMachine):
     def fold(self) -> None:
         self.core.fold()
         self.core.now += 1
+
+    @rule()
+    def transfer(self) -> None:
+        self.core.transfer()
 
     @precondition(lambda self: self.core.results)
     @rule()

@@ -20,7 +20,7 @@ from kvern_scheduler.committer import Fenced
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.server import parse_args, serve
 from kvern_worker.service import Progress, WorkerServicer
-from kvern_worker.sim import SimConfig, SimExecutor
+from kvern_worker.sim import Content, SimConfig, SimExecutor
 
 _ARGUMENTS = parse_args(["--listen", "s", "--worker", "w", "--store", "memory"])
 
@@ -95,13 +95,18 @@ class SchedulerNode(Node):
 
 
 class WorkerNode(Node):
-    """``kvern-worker --device sim``. A new process is a new instance with empty blocks."""
+    """``kvern-worker --device sim``. A new process is a new instance with empty blocks; its disk is the old one's."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.disk: dict[bytes, Content] = {}
+        super().__init__(cluster, name)
 
     def _main(self) -> None:
         cluster, process = self.cluster, self.process
         self.servicer = WorkerServicer(Progress())
         self.servicer.instance_id = f"{self.name}.{self.num_starts}"
-        self.servicer.attach(WatchedExecutor(cluster.sim, self.servicer.instance_id, cluster.oracle))
+        executor = WatchedExecutor(cluster.sim, self.servicer.instance_id, cluster.oracle, self.disk)
+        self.servicer.attach(executor)
         self.server = SimServer(cluster.network, process)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.server.grpc)  # type: ignore[arg-type]
         self.server.listen(self.name)
@@ -110,8 +115,8 @@ class WorkerNode(Node):
 class WatchedExecutor(SimExecutor):
     """Whatever a plan makes it raise is a violation: a scheduler never sends such a plan."""
 
-    def __init__(self, config: SimConfig, name: str, oracle: Oracle) -> None:
-        super().__init__(config)
+    def __init__(self, config: SimConfig, name: str, oracle: Oracle, disk: dict[bytes, Content]) -> None:
+        super().__init__(config, disk)
         self._name, self._oracle = name, oracle
 
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:

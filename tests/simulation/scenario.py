@@ -46,6 +46,8 @@ CHECK_S = 0.05
 VOCABULARY = 997
 # A model that also keeps states.
 HYBRID = {"num_state_blocks": 3, "state_block_size": 8}
+# One with tiers below its device.
+TIERS = {"num_memory_blocks": 8, "num_disk_blocks": 20, "bad_disk_blocks": 5}
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Simulation:
             max_num_seqs=draw.choice([2, 4, 8]),
             max_num_batched_tokens=draw.choice([8, 16, 32]),
             strict=True,
-            **random.Random(f"states {seed}").choice([{}, {}, HYBRID]),
+            **random.Random(f"states {seed}").choice([{}, TIERS, HYBRID]),
         )
         self.network.step_s = draw.choice([0.005, 0.02, 0.02, 0.08, 0.2])
         self.cluster = Cluster(world, self.network, self.store, self.oracle, self.sim)
@@ -192,7 +194,9 @@ class Simulation:
         if leader is None or leader.engine is None or leader.process.frozen:
             return False
         cell = leader.engine.cell
-        idle = all(group.batch.num_running == 0 and not group.in_flight for group in cell.groups.values())
+        groups = cell.groups.values()
+        idle = all(group.batch.num_running == 0 and not group.in_flight for group in groups)
+        idle &= not any(group.tiers is not None and group.tiers.is_moving for group in groups)
         ended = all(s.announced for request in cell.requests.values() for s in request.sequences)
         stored = self.oracle.stored.values()
         instances = {worker.servicer.instance_id for worker in self.cluster.workers if worker.process.alive}

@@ -17,6 +17,8 @@ from kvern.v1 import sampling_pb2, session_pb2
 from kvern_scheduler import server
 from kvern_scheduler.committer import Committer
 from kvern_scheduler.core.changes import Changes
+from kvern_scheduler.core.group import Group
+from kvern_scheduler.core.tiers import STORE, Tiers
 from kvern_scheduler.engine import Engine
 from kvern_scheduler.recovery import Archive
 from kvern_scheduler.store.memory import MemoryStore
@@ -177,6 +179,39 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "attach", attach_any)
 
 
+def let_moving_blocks_go(patch: pytest.MonkeyPatch) -> None:
+    """A block that is being stored to a tier may be handed out and written meanwhile."""
+    begin = Tiers._begin
+
+    def begin_unpinned(tiers: Any, kind: Any, *rest: Any, **more: Any) -> Any:
+        transfer = begin(tiers, kind, *rest, **more)
+        if kind == STORE:
+            tiers.release(transfer)
+            transfer.pinned = transfer.pinned[:0]
+        return transfer
+
+    patch.setattr(Tiers, "_begin", begin_unpinned)
+
+
+def use_blocks_before_they_come(patch: pytest.MonkeyPatch) -> None:
+    """A load counts as done as soon as it is planned."""
+    load = Tiers.load
+
+    def load_at_once(tiers: Any, hits: Any, hashes: Any) -> Any:
+        transfer = load(tiers, hits, hashes)
+        tiers._pool.enter(transfer.blocks, hashes)
+        tiers._loads.clear()
+        return transfer
+
+    patch.setattr(Tiers, "load", load_at_once)
+
+
+def trust_what_is_on_disk(patch: pytest.MonkeyPatch) -> None:
+    """A load that failed counts as one that came."""
+    transferred = Group.transferred
+    patch.setattr(Group, "transferred", lambda group, done, failed: transferred(group, done, set()))
+
+
 @pytest.mark.parametrize(
     ("plant", "symptom", "faults"),
     [
@@ -190,6 +225,9 @@ def let_any_gateway_take_over(patch: pytest.MonkeyPatch) -> None:
             "no longer has the generation",
             ("worker dies", "stream breaks"),
         ),
+        (let_moving_blocks_go, "holds another prefix's KV", ()),
+        (use_blocks_before_they_come, "holds another prefix's KV", ()),
+        (trust_what_is_on_disk, "holds another prefix's KV", ("worker dies",)),
         (load_once, "failed: StoreUnavailable", ("scheduler dies", "store refuses")),
         (keep_the_index_of_gone_workers, "nothing moves", ()),
         (forget_what_earlier_leaders_ended, "was admitted twice", ("scheduler stops", "gateway dies")),

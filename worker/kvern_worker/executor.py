@@ -22,6 +22,7 @@ from kvern_worker.images import BatchImages, no_images
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.models.registry import Model
 from kvern_worker.pooling import PoolingConfig, pool
+from kvern_worker.tiers.transfers import TierTransfers
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,6 +35,9 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     bytes_per_block: int
+    # Of the tiers below the device.
+    num_memory_blocks: int = 0
+    num_disk_blocks: int = 0
 
 
 class ModelExecutor:
@@ -56,10 +60,12 @@ class ModelExecutor:
         weight_bytes: int = 0,
         device: Device | None = None,
         images: BatchImages | None = None,
+        transfers: TierTransfers | None = None,
     ) -> None:
         """``pooling``: sequences end with an embedding instead of tokens. ``device``: the CPU by default. ``images``: of
-        a model that takes them."""
+        a model that takes them. ``transfers``: to the tiers below the device."""
         self._device = device or Host()
+        self.transfers = transfers
         self._pooling = pooling
         self.weight_bytes = weight_bytes
         self._model = model
@@ -89,6 +95,8 @@ class ModelExecutor:
             device=self._device.name,
             num_state_blocks=self._cache.num_checkpoints,
             max_loras=0 if self._adapters is None else self._adapters.slots.num_slots,
+            num_memory_blocks=self._limits.num_memory_blocks,
+            num_disk_blocks=self._limits.num_disk_blocks,
         )
 
     def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
@@ -108,6 +116,8 @@ class ModelExecutor:
         self._sampling.reset()
         if self._images is not None:
             self._images.clear()
+        if self.transfers is not None:
+            self.transfers.reset()
 
     @torch.inference_mode()
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
@@ -182,6 +192,7 @@ class ModelExecutor:
                 self._fail(new.slot, error, result)
         batch.append_blocks(plan)
         self._copy_blocks(plan)
+        self._begin_transfers(plan)
         rows, failures = batch.rows(plan)
         for slot, failure in failures:
             self._fail(slot, failure, result)
@@ -203,6 +214,18 @@ class ModelExecutor:
         self._cache.copy_blocks(
             *map(self._device.tensor, (sources.astype(np.int64), targets.astype(np.int64)))
         )
+
+    def _begin_transfers(self, plan: worker_pb2.StepPlan) -> None:
+        if not plan.transfers:
+            return
+        if self.transfers is None:
+            raise plan_error("transfers", "this worker has no tiers")
+        for transfer in plan.transfers:
+            # From now on these blocks are what they were no longer.
+            if transfer.block_generations:
+                generations = unpack_u32(transfer.block_generations)
+                self._batch.generations[unpack_u32(transfer.block_ids)] = generations
+        self.transfers.begin(plan.transfers)
 
     def _restore_state(self, new: worker_pb2.NewSequence) -> None:
         """Gives a sequence that has computed tokens the state after them. Raises PlanError where none is named."""

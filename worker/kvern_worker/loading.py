@@ -32,6 +32,7 @@ from kvern_worker.models import registry
 from kvern_worker.pooling import PoolingConfig, choose_pooling
 from kvern_worker.quantization import Asked
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_hybrid, size_kv
+from kvern_worker.tiers.opening import open_tiers
 from kvern_worker.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern_worker.weights.loader import WeightLoader
 
@@ -82,6 +83,9 @@ class LoadOptions:
     awq_bits: int | None = None
     safetensors_load_strategy: str = "auto"
     trust_remote_code: bool = False
+    kv_offloading_gib: float = 0.0
+    kv_offloading_dir: str | None = None
+    kv_offloading_disk_gib: float | None = None
     runner: str = "auto"
     pooler_config: str | None = None
     mm_processor_cache_gb: float = 1.0
@@ -197,7 +201,14 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         images=isinstance(model, Seeing),
     )
     max_num_seqs = size.state_slots or options.max_num_seqs
-    limits = Limits(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block)
+    sizes = (options.kv_offloading_gib, options.kv_offloading_dir, options.kv_offloading_disk_gib)
+    with _phase("tiers") as done:
+        transfers, tier_blocks = open_tiers(*sizes, cache, info.digest)
+        done["memory_blocks"], done["disk_blocks"] = tier_blocks
+    limits = Limits(
+        *(max_num_seqs, options.max_num_batched_tokens, size.max_model_len, size.bytes_per_block),
+        *tier_blocks,
+    )
     # All but the embedding, of which a step reads a row for each token.
     read = loader.num_bytes - config.vocab_size * config.hidden_size * dtype.itemsize
     sparse = hasattr(config, "routing")
@@ -209,6 +220,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         *(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read),
         device=device,
         images=images,
+        transfers=transfers,
     )
 
 

@@ -6,6 +6,8 @@ from kvern.errors import KvernError, invalid
 from kvern.rpc.packing import unpack_u32
 from kvern.v1 import error_pb2, worker_pb2
 
+HASH_BYTES = 32
+
 
 def check_plan(
     plan: worker_pb2.StepPlan, max_num_seqs: int, num_blocks: int, num_state_blocks: int = 0
@@ -35,6 +37,8 @@ def check_plan(
         packed = getattr(plan, field)
         if packed:
             _check_below(plan, field, packed, limit)
+    for transfer in plan.transfers:
+        _check_transfer(plan, transfer, num_blocks)
     for new in plan.new_sequences:
         if new.slot >= max_num_seqs:
             raise invalid("slot", f"step {plan.step}: slot {new.slot} is not below {max_num_seqs}")
@@ -49,6 +53,21 @@ def check_plan(
                 "state_block",
                 f"step {plan.step}: checkpoint {new.state_block} is not below {num_state_blocks}",
             )
+
+
+def _check_transfer(plan: worker_pb2.StepPlan, transfer: worker_pb2.Transfer, num_blocks: int) -> None:
+    count, ragged = divmod(len(transfer.hashes), HASH_BYTES)
+    on_device = transfer.kind in (worker_pb2.TRANSFER_KIND_STORE, worker_pb2.TRANSFER_KIND_LOAD)
+    loads = transfer.kind == worker_pb2.TRANSFER_KIND_LOAD
+    blocks, generations = len(transfer.block_ids) // 4, len(transfer.block_generations) // 4
+    if ragged or blocks != count * on_device or generations != count * loads or not count:
+        raise invalid(
+            "transfers", f"step {plan.step}: blocks and hashes of transfer {transfer.id} do not match"
+        )
+    if transfer.kind not in worker_pb2.TransferKind.values() or not transfer.kind:
+        raise invalid("transfers", f"step {plan.step}: there is no kind of transfer {transfer.kind}")
+    if transfer.block_ids:
+        _check_below(plan, "block_ids", transfer.block_ids, num_blocks)
 
 
 def _check_below(plan: worker_pb2.StepPlan, field: str, packed: bytes, limit: int) -> None:
@@ -68,6 +87,7 @@ def is_empty(plan: worker_pb2.StepPlan) -> bool:
         or plan.released_slots
         or plan.append_slots
         or plan.copy_sources
+        or plan.transfers
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
 from kvern.rpc import spellings, tls
-from kvern.rpc.flags import fraction, positive
+from kvern.rpc.flags import fraction, positive, size
 from kvern_worker import quantization, service
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
@@ -92,6 +92,20 @@ def build_parser() -> argparse.ArgumentParser:
         type=fraction,
         metavar="F",
         help="fraction of free memory for weights and KV",
+    )
+    add(
+        "--kv-offloading-size",
+        type=size,
+        default=0,
+        metavar="GIB",
+        help="memory for KV blocks that the device has no room for, in GiB",
+    )
+    add("--kv-offloading-dir", metavar="PATH", help="keep them on disk too, where they outlive this process")
+    add(
+        "--kv-offloading-disk-size",
+        type=size,
+        metavar="GIB",
+        help="of the disk, in GiB (default: four times --kv-offloading-size)",
     )
     add("--max-num-seqs", type=positive, default=256, help="sequences in the batch")
     add("--max-num-batched-tokens", type=positive, default=2048, help="tokens per step")
@@ -179,6 +193,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("argument --no-exact: has no effect on --device " + args.device)
     if args.enforce_eager and args.cudagraph_capture_sizes:
         parser.error("argument --cudagraph-capture-sizes: has no effect with --enforce-eager")
+    if args.kv_offloading_dir and not args.kv_offloading_size:
+        parser.error("argument --kv-offloading-dir: it lies below memory; give --kv-offloading-size, too")
+    if args.kv_offloading_disk_size is not None and not args.kv_offloading_dir:
+        parser.error("argument --kv-offloading-disk-size: give --kv-offloading-dir, too")
+    if args.device == "sim" and args.kv_offloading_size:
+        parser.error("argument --kv-offloading-size: a simulated device has no KV to offload")
     if args.device != "sim" and args.max_num_batched_tokens < args.max_num_seqs:
         parser.error(
             f"argument --max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
@@ -272,6 +292,9 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         awq_bits=args.awq_bits,
         safetensors_load_strategy=args.safetensors_load_strategy,
         trust_remote_code=args.trust_remote_code,
+        kv_offloading_gib=args.kv_offloading_size,
+        kv_offloading_dir=args.kv_offloading_dir,
+        kv_offloading_disk_gib=args.kv_offloading_disk_size,
         runner=args.runner,
         pooler_config=args.pooler_config,
         max_loras=args.max_loras,

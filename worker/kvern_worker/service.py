@@ -46,6 +46,11 @@ class Executor(Protocol):
     inline: bool
     """True: run() takes microseconds, and is called in the event loop."""
 
+    @property
+    def transfers(self) -> Transfers | None:
+        """None: there are no tiers."""
+        ...
+
     def describe(self) -> worker_pb2.DescribeResponse:
         """model, num_blocks, block_size, bytes_per_block, max_num_seqs, max_num_batched_tokens, device."""
         ...
@@ -66,6 +71,21 @@ class Executor(Protocol):
     def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
         """Reads an adapter, and fills a slot with it that no step in flight uses. Called beside :meth:`run`, from one
         thread. Raises KvernError with what is wrong with the adapter."""
+        ...
+
+
+class Transfers(Protocol):
+    """Blocks on their way between the device and the tiers below it."""
+
+    notify: Callable[[], None]
+    """Called, from any thread, when a transfer has ended."""
+
+    def take_done(self) -> list[worker_pb2.TransferDone]:
+        """Those that have ended since the last call."""
+        ...
+
+    def inventory(self) -> tuple[bytes, bytes]:
+        """Hashes of what lies in memory and on disk, the least recently used first."""
         ...
 
 
@@ -113,6 +133,8 @@ class _Stream:
         self.replaced = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcomes: list[worker_pb2.StepResult] = []
+        self.has_transfers = False
+        self.take_transfers: Callable[[], list[worker_pb2.TransferDone]] = list
         self.wake = asyncio.Event()
         self.last_write = 0.0
         self._write_lock = asyncio.Lock()
@@ -125,7 +147,8 @@ class _Stream:
     async def write(self, results: list[worker_pb2.StepResult]) -> None:
         async with self._write_lock:
             self.last_write = time.monotonic()
-            await self.context.write(worker_pb2.ExecuteResponse(results=results))
+            response = worker_pb2.ExecuteResponse(results=results, transfers=self.take_transfers())
+            await self.context.write(response)
 
     async def heartbeat(self) -> None:
         while True:
@@ -158,8 +181,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._description = executor.describe()
         if not executor.inline:
             self._compute = ComputeThread(asyncio.get_running_loop())
+        if executor.transfers is not None:
+            loop = asyncio.get_running_loop()
+            executor.transfers.notify = partial(_call_soon, loop, self._tell_transfers)
         self._executor = executor
         self._progress.ready()
+
+    def _tell_transfers(self) -> None:
+        if self._owner is not None:
+            self._owner.has_transfers = True
+            self._owner.wake.set()
 
     def drain(self) -> None:
         """Ends all streams with UNAVAILABLE: the scheduler takes their sequences elsewhere."""
@@ -193,6 +224,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             epoch=self._epoch,
             step=self._step,
             generations=pack_u32(executor.generations()),
+            **_tiers_of(executor),
         )
 
     async def PlaceAdapter(
@@ -275,7 +307,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             await stream.wake.wait()
             stream.wake.clear()
-            if stream.outcomes:
+            if stream.outcomes or stream.has_transfers:
+                stream.has_transfers = False
                 outcomes, stream.outcomes = stream.outcomes, []
                 await stream.write(outcomes)
 
@@ -302,6 +335,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         assert self._executor is not None
         if self._owner is not None and self._owner is not stream:
             self._owner.replaced = True
+            self._owner.take_transfers = list
             self._owner.fail(
                 KvernError(error_pb2.ERROR_CODE_FENCED, f"replaced by a stream of epoch {epoch}")
             )
@@ -309,8 +343,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._owner, stream.epoch, self._epoch = stream, epoch, epoch
         if self._compute is None:
             self._executor.reset()
+            self._reset_for(stream)
         else:
-            self._compute.submit(self._executor.reset, lambda _: None)
+            self._compute.submit(self._executor.reset, lambda _: self._reset_for(stream))
+
+    def _reset_for(self, stream: _Stream) -> None:
+        """Nothing moves any more that an earlier stream began: what ends from now on is this one's."""
+        assert self._executor is not None
+        if self._owner is stream and self._executor.transfers is not None:
+            stream.take_transfers = self._executor.transfers.take_done
 
     def _run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         assert self._executor is not None
@@ -330,6 +371,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _record(self) -> None:
         self._steps += 1
         self._last_step_unix_ms = time.time_ns() // 1_000_000
+
+
+def _tiers_of(executor: Executor) -> dict[str, bytes]:
+    if executor.transfers is None:
+        return {}
+    memory, disk = executor.transfers.inventory()
+    return {"memory_hashes": memory, "disk_hashes": disk}
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)
 
 
 def _old_epoch(what: str, epoch: int, newest: int) -> KvernError:

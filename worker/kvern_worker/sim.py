@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvern.block_hash import split_hashes
 from kvern.errors import invalid
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import model_pb2, sampling_pb2, worker_pb2
@@ -46,6 +48,11 @@ class SimConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     step_us: int = 0
+    # Of the tiers, in blocks.
+    num_memory_blocks: int = 0
+    num_disk_blocks: int = 0
+    # Every so many of the blocks on disk turn out to be bad; 0: none.
+    bad_disk_blocks: int = 0
     strict: bool = False
     max_loras: int = 0
 
@@ -79,10 +86,84 @@ def adapter_seed(path: str) -> int:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:6], "little")
 
 
+Content = npt.NDArray[np.uint64]
+"""What a shadow block holds."""
+
+
+class SimTransfers:
+    """The tiers as dictionaries. A transfer ends one step, or one heartbeat, after the one that began it, and copies what
+    lies there only then: whoever touches its blocks meanwhile will see."""
+
+    def __init__(self, config: SimConfig, shadow: _Shadow | None, disk: dict[bytes, Content] | None) -> None:
+        self.notify: Callable[[], None] = lambda: None
+        self._config = config
+        self._blocks = np.zeros((config.num_blocks, 1), np.uint64) if shadow is None else shadow.kv
+        self.memory: dict[bytes, Content] = {}
+        self.disk: dict[bytes, Content] = {} if disk is None else disk
+        self._begun: list[worker_pb2.Transfer] = []
+        self._due: list[worker_pb2.Transfer] = []
+
+    def begin(self, transfers: Iterable[worker_pb2.Transfer]) -> None:
+        self._due += self._begun
+        self._begun = list(transfers)
+
+    def reset(self) -> None:
+        self._begun.clear()
+        self._due.clear()
+
+    def inventory(self) -> tuple[bytes, bytes]:
+        return b"".join(self.memory), b"".join(self.disk)
+
+    def take_done(self) -> list[worker_pb2.TransferDone]:
+        due, self._due, self._begun = self._due, self._begun, []
+        return [done for transfer in due if (done := self._do(transfer)) is not None]
+
+    def _do(self, transfer: worker_pb2.Transfer) -> worker_pb2.TransferDone | None:
+        hashes = split_hashes(transfer.hashes)
+        blocks = unpack_u32(transfer.block_ids).tolist() or [0] * len(hashes)
+        failed = [
+            i
+            for i, (h, b) in enumerate(zip(hashes, blocks, strict=True))
+            if not self._move(transfer.kind, h, b)
+        ]
+        if not transfer.id:
+            return None
+        return worker_pb2.TransferDone(id=transfer.id, failed=pack_u32(failed))
+
+    def _move(self, kind: worker_pb2.TransferKind.ValueType, block_hash: bytes, block: int) -> bool:
+        memory, disk = self.memory, self.disk
+        if kind == worker_pb2.TRANSFER_KIND_DROP:
+            memory.pop(block_hash, None)
+        elif kind == worker_pb2.TRANSFER_KIND_UNLINK:
+            disk.pop(block_hash, None)
+        elif kind == worker_pb2.TRANSFER_KIND_STORE:
+            if len(memory) >= self._config.num_memory_blocks:
+                raise ShadowError("more blocks are stored than the memory tier holds")
+            memory[block_hash] = self._blocks[block].copy()
+        elif kind == worker_pb2.TRANSFER_KIND_WRITE:
+            if len(disk) >= self._config.num_disk_blocks:
+                raise ShadowError("more blocks are written than the disk tier holds")
+            if block_hash in memory:
+                disk[block_hash] = memory[block_hash]
+            return block_hash in memory
+        else:
+            if block_hash not in memory and self._is_bad(block_hash):
+                disk.pop(block_hash, None)
+            found = memory.get(block_hash, disk.get(block_hash))
+            if found is not None:
+                self._blocks[block] = found
+            return found is not None
+        return True
+
+    def _is_bad(self, block_hash: bytes) -> bool:
+        return bool(self._config.bad_disk_blocks) and block_hash[0] % self._config.bad_disk_blocks == 0
+
+
 class SimExecutor:
     """See the module. Slot arrays have length ``max_num_seqs``."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, config: SimConfig, disk: dict[bytes, Content] | None = None) -> None:
+        """``disk``: what an earlier process of this worker left."""
         self.config = config
         self.inline = config.step_us == 0
         self._generations = np.zeros(config.num_blocks, np.uint32)
@@ -99,6 +180,7 @@ class SimExecutor:
         self._adapters = np.zeros(config.max_loras, np.uint64)
         self._params: dict[int, tuple[sampling_pb2.SamplingParams, npt.NDArray[np.int32], int]] = {}
         self._shadow = _Shadow(config) if config.strict else None
+        self.transfers = SimTransfers(config, self._shadow, disk) if config.num_memory_blocks else None
 
     def describe(self) -> worker_pb2.DescribeResponse:
         c = self.config
@@ -121,6 +203,8 @@ class SimExecutor:
             device="sim",
             num_state_blocks=c.num_state_blocks,
             max_loras=c.max_loras,
+            num_memory_blocks=c.num_memory_blocks,
+            num_disk_blocks=c.num_disk_blocks,
         )
 
     def place_adapter(self, request: worker_pb2.PlaceAdapterRequest) -> worker_pb2.PlaceAdapterResponse:
@@ -140,6 +224,8 @@ class SimExecutor:
         self._params.clear()
         if self._shadow is not None:
             self._shadow.num_blocks[:] = 0
+        if self.transfers is not None:
+            self.transfers.reset()
 
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         started = time.perf_counter()
@@ -154,6 +240,12 @@ class SimExecutor:
                 self._shadow.append(unpack_u32(plan.append_slots), blocks, generations)
         if self._shadow is not None and plan.copy_sources:
             self._shadow.copy(unpack_u32(plan.copy_sources), unpack_u32(plan.copy_targets))
+        if self.transfers is not None:
+            for transfer in plan.transfers:
+                if transfer.kind == worker_pb2.TRANSFER_KIND_LOAD:
+                    generations = unpack_u32(transfer.block_generations)
+                    self._generations[unpack_u32(transfer.block_ids)] = generations
+            self.transfers.begin(plan.transfers)
         result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step)
         prefilled = self._prefill(plan, result) if plan.prefill_slots else None
         decoded = unpack_u32(plan.decode_slots)

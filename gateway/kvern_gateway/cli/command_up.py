@@ -88,6 +88,18 @@ def up(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of memory to use where no bytes are given")
     ] = None,
+    kv_offloading_size: Annotated[
+        float | None, typer.Option(help="GiB of memory for KV blocks that the device has no room for")
+    ] = None,
+    kv_offloading_dir: Annotated[
+        str | None, typer.Option(help="Keep them on disk too, where they outlive the worker")
+    ] = None,
+    kv_offloading_disk_size: Annotated[
+        float | None, typer.Option(help="GiB of disk (default: four times --kv-offloading-size)")
+    ] = None,
+    kv_offloading_policy: Annotated[
+        str | None, typer.Option(help="Which blocks leave that memory first: lru or arc")
+    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in a step")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in a step")] = None,
     long_prefill_token_threshold: Annotated[

@@ -44,6 +44,9 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "mamba_block_size",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
+        "kv_offloading_size",
+        "kv_offloading_dir",
+        "kv_offloading_disk_size",
         "max_num_seqs",
         "max_num_batched_tokens",
         "attention_backend",
@@ -73,6 +76,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "long_prefill_token_threshold",
         "enable_prefix_caching",
+        "kv_offloading_policy",
         "metrics_port",
         "enable_lora",
         "lora_modules",
@@ -90,6 +94,11 @@ class UsageError(Exception):
 
 def check_flags(flags: Mapping[str, object]) -> None:
     """Raises UsageError where one flag of the services takes another's effect away."""
+    if flags.get("kv_offloading_size") and flags.get("enable_prefix_caching") is False:
+        raise UsageError(
+            "--kv-offloading-size has no effect with --no-enable-prefix-caching, since blocks are kept for prefix hits; "
+            "leave one of them out"
+        )
     if flags.get("mamba_block_size") is not None and flags.get("enable_prefix_caching") is False:
         raise UsageError(
             "--mamba-block-size has no effect with --no-enable-prefix-caching, since states are kept for prefix hits; "

@@ -41,6 +41,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def size(text: str) -> float:
+    """A number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a size: use 0 or more")
+    return value
+
+
 def dialable(text: str) -> str:
     """host:port, or unix:/path, of one machine: no wildcard, and not any port."""
     host, _, number = text.rpartition(":")

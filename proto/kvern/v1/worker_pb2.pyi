@@ -44,6 +44,37 @@ WORKER_PHASE_READY: WorkerPhase.ValueType  # 3
 WORKER_PHASE_FAILED: WorkerPhase.ValueType  # 4
 Global___WorkerPhase: _TypeAlias = WorkerPhase  # noqa: Y015
 
+class _TransferKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_KIND_UNSPECIFIED: _TransferKind.ValueType  # 0
+    TRANSFER_KIND_STORE: _TransferKind.ValueType  # 1
+    """Device to memory. No step writes these blocks until it is done."""
+    TRANSFER_KIND_LOAD: _TransferKind.ValueType  # 2
+    """To the device, from memory or else from disk. No step uses these blocks until it is done."""
+    TRANSFER_KIND_WRITE: _TransferKind.ValueType  # 3
+    """Memory to disk."""
+    TRANSFER_KIND_DROP: _TransferKind.ValueType  # 4
+    """Out of memory, and off the disk; never answered."""
+    TRANSFER_KIND_UNLINK: _TransferKind.ValueType  # 5
+
+class TransferKind(_TransferKind, metaclass=_TransferKindEnumTypeWrapper): ...
+
+TRANSFER_KIND_UNSPECIFIED: TransferKind.ValueType  # 0
+TRANSFER_KIND_STORE: TransferKind.ValueType  # 1
+"""Device to memory. No step writes these blocks until it is done."""
+TRANSFER_KIND_LOAD: TransferKind.ValueType  # 2
+"""To the device, from memory or else from disk. No step uses these blocks until it is done."""
+TRANSFER_KIND_WRITE: TransferKind.ValueType  # 3
+"""Memory to disk."""
+TRANSFER_KIND_DROP: TransferKind.ValueType  # 4
+"""Out of memory, and off the disk; never answered."""
+TRANSFER_KIND_UNLINK: TransferKind.ValueType  # 5
+Global___TransferKind: _TypeAlias = TransferKind  # noqa: Y015
+
 @_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -79,6 +110,8 @@ class DescribeResponse(_message.Message):
     LAST_STEP_UNIX_MS_FIELD_NUMBER: _builtins.int
     NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
+    NUM_MEMORY_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     phase: Global___WorkerPhase.ValueType
     loaded_bytes: _builtins.int
     """Bytes read of bytes in all, while loading."""
@@ -101,6 +134,9 @@ class DescribeResponse(_message.Message):
     """Of a model with states: checkpoints of them. Ids are 0 … num_state_blocks − 1."""
     max_loras: _builtins.int
     """Slots for adapters: as many may be in one step. 0: none are served."""
+    num_memory_blocks: _builtins.int
+    """Blocks that the tiers below the device hold: in memory, and on disk."""
+    num_disk_blocks: _builtins.int
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Set when the phase is FAILED."""
@@ -128,10 +164,12 @@ class DescribeResponse(_message.Message):
         last_step_unix_ms: _builtins.int = ...,
         num_state_blocks: _builtins.int = ...,
         max_loras: _builtins.int = ...,
+        num_memory_blocks: _builtins.int = ...,
+        num_disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "num_memory_blocks", b"num_memory_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +218,7 @@ class StepPlan(_message.Message):
     SAVE_SLOTS_FIELD_NUMBER: _builtins.int
     SAVE_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     SAVE_STATE_GENERATIONS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     released_slots: _builtins.bytes
@@ -211,6 +250,10 @@ class StepPlan(_message.Message):
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that enter a slot. The slot is free by then."""
 
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
+        """Begun in this order when the step before is computed, and done one after the other beside this one and later ones."""
+
     def __init__(
         self,
         *,
@@ -229,14 +272,80 @@ class StepPlan(_message.Message):
         save_slots: _builtins.bytes = ...,
         save_state_blocks: _builtins.bytes = ...,
         save_state_generations: _builtins.bytes = ...,
+        transfers: _abc.Iterable[Global___Transfer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "save_slots", b"save_slots", "save_state_blocks", b"save_state_blocks", "save_state_generations", b"save_state_generations", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "save_slots", b"save_slots", "save_state_blocks", b"save_state_blocks", "save_state_generations", b"save_state_generations", "step", b"step", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class Transfer(_message.Message):
+    """Blocks that move between the device and its tiers. In a tier, a block is known by the hash of its prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    kind: Global___TransferKind.ValueType
+    block_ids: _builtins.bytes
+    """uint32: blocks of the device, of STORE and LOAD."""
+    block_generations: _builtins.bytes
+    """uint32: of LOAD, the generations that the worker records before it writes."""
+    hashes: _builtins.bytes
+    """32 bytes for each block."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        kind: Global___TransferKind.ValueType = ...,
+        block_ids: _builtins.bytes = ...,
+        block_generations: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "block_ids", b"block_ids", "hashes", b"hashes", "id", b"id", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class TransferDone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    MICROSECONDS_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    failed: _builtins.bytes
+    """uint32: positions among the transfer's blocks that did not arrive, or did not prove to be what they should."""
+    num_bytes: _builtins.int
+    microseconds: _builtins.int
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        failed: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+        microseconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "id", b"id", "microseconds", b"microseconds", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferDone: _TypeAlias = TransferDone  # noqa: Y015
 
 @_typing.final
 class NewSequence(_message.Message):
@@ -307,16 +416,22 @@ class ExecuteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepResult]: ...
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferDone]:
+        """Those that have ended, in the order in which they were begun."""
+
     def __init__(
         self,
         *,
         results: _abc.Iterable[Global___StepResult] | None = ...,
+        transfers: _abc.Iterable[Global___TransferDone] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -522,11 +637,16 @@ class GetInventoryResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    MEMORY_HASHES_FIELD_NUMBER: _builtins.int
+    DISK_HASHES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
     generations: _builtins.bytes
     """uint32 per block id, then per checkpoint of a state: the generation it holds, 0 when never written."""
+    memory_hashes: _builtins.bytes
+    """What the tiers hold, the least recently used first: 32 bytes for each block."""
+    disk_hashes: _builtins.bytes
     def __init__(
         self,
         *,
@@ -534,10 +654,12 @@ class GetInventoryResponse(_message.Message):
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         generations: _builtins.bytes = ...,
+        memory_hashes: _builtins.bytes = ...,
+        disk_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generations", b"generations", "instance_id", b"instance_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_hashes", b"disk_hashes", "epoch", b"epoch", "generations", b"generations", "instance_id", b"instance_id", "memory_hashes", b"memory_hashes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,14 @@ class BlockPool:
         if block in self._cached:
             self._cached.move_to_end(block)
 
+    def holds(self, block: int, block_hash: bytes) -> bool:
+        """Whether the index has the block, under this hash."""
+        return self._hashes[block] == block_hash
+
+    def indexed(self) -> list[tuple[int, bytes]]:
+        """Every indexed block with its hash."""
+        return [(block, block_hash) for block_hash, block in self._index.items()]
+
     def enter(self, blocks: U32, hashes: Sequence[bytes]) -> list[int]:
         """Indexes held blocks whose content is final. Returns the positions in ``blocks`` of those that were taken:
         one whose hash is known already, by another block, or that is indexed itself, is not."""

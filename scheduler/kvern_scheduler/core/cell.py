@@ -59,6 +59,8 @@ class Cell:
         max_tokens: int,
         num_state_blocks: int = 0,
         max_loras: int = 0,
+        num_memory_blocks: int = 0,
+        num_disk_blocks: int = 0,
     ) -> Group:
         """A worker group is ready; sequences without one go there. Raises KvernError when it serves another model
         than the cell."""
@@ -82,15 +84,8 @@ class Cell:
             max_num_seqs=max(1, min(self.limits.max_num_seqs, max_num_seqs, tokens)),
         )
         group = Group(
-            self._next_group,
-            model,
-            num_blocks,
-            block_size,
-            limits,
-            self.changes,
-            self.journal,
-            num_state_blocks,
-            max_loras,
+            *(self._next_group, model, num_blocks, block_size, limits, self.changes, self.journal),
+            *(num_state_blocks, max_loras, num_memory_blocks, num_disk_blocks),
         )
         self._next_group += 1
         self.readmit_group(group)

@@ -14,7 +14,7 @@ from kvern.errors import KvernError
 from kvern.v1 import error_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.batch import Batch, Cohort
 from kvern_scheduler.core.blocks import BlockPool
-from kvern_scheduler.core.changes import Indexed, Logprobs, Tokens
+from kvern_scheduler.core.changes import Logprobs, Tokens
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.journal import Kind
@@ -22,7 +22,6 @@ from kvern_scheduler.core.plan import Plan, Result, Saves
 from kvern_scheduler.core.requests import Sequence
 
 Slots = npt.NDArray[np.intp]
-U32 = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -175,7 +174,7 @@ def _index_blocks(group: Group, slot: int, first: int, until: int) -> None:
     sequence = group.batch.sequences[slot]
     assert sequence is not None
     sequence.extend_hashes(until, group.block_size)
-    _enter(group, group.batch.table[slot, first:until], sequence.hashes[first:until])
+    group.index_blocks(group.batch.table[slot, first:until], sequence.hashes[first:until])
 
 
 def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
@@ -210,7 +209,7 @@ def _complete_decoded(group: Group, plan: Plan, alive: Mask | None) -> None:
     hashes = hash_blocks([chain[-1] for chain in chains], tokens, extras)
     for chain, block_hash in zip(chains, hashes, strict=True):
         chain.append(block_hash)
-    _enter(group, batch.table[slots, last], hashes)
+    group.index_blocks(batch.table[slots, last], hashes)
 
 
 def _complete_saves(group: Group, states: BlockPool, saves: Saves, alive: Mask | None) -> None:
@@ -221,22 +220,8 @@ def _complete_saves(group: Group, states: BlockPool, saves: Saves, alive: Mask |
         if sequence is not None and (alive is None or alive[slot]):
             kept.append(position)
             hashes.append(sequence.hashes[count - 1])
-    _enter(group, saves.blocks[kept], hashes, states, first=group.pool.num_blocks)
+    group.index_blocks(saves.blocks[kept], hashes, states, first=group.pool.num_blocks)
     states.release(saves.blocks)
-
-
-def _enter(
-    group: Group, blocks: U32, hashes: list[bytes], pool: BlockPool | None = None, first: int = 0
-) -> None:
-    """Indexes full, computed blocks of ``pool`` (by default the one of keys and values), and tells the store, where
-    block 0 of it is block ``first``, of those that were new."""
-    pool = group.pool if pool is None else pool
-    entered = pool.enter(blocks, hashes)
-    if entered:
-        indexed = blocks[entered]
-        packed = b"".join([hashes[i] for i in entered])
-        numbers = indexed + np.uint32(first)
-        group.changes.indexed.append(Indexed(group.index, numbers, pool.generations[indexed], packed))
 
 
 def _finish(group: Group, slot: int, token: int, stopped: bool, now: float) -> None:

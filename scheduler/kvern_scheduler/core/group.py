@@ -6,18 +6,22 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvern.errors import KvernError
-from kvern.v1 import model_pb2, sampling_pb2
+from kvern.v1 import model_pb2, sampling_pb2, worker_pb2
 from kvern_scheduler.core.adapters import SlotTable
 from kvern_scheduler.core.batch import Batch
 from kvern_scheduler.core.blocks import BlockPool
-from kvern_scheduler.core.changes import Changes
-from kvern_scheduler.core.errors import IntegrityError
+from kvern_scheduler.core.changes import Changes, Indexed
+from kvern_scheduler.core.errors import IntegrityError, ProtocolError
 from kvern_scheduler.core.journal import Journal, Kind
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.queue import WaitQueue
 from kvern_scheduler.core.requests import Finish, Sequence, State
+from kvern_scheduler.core.tiers import LOAD, Tiers
+
+U32 = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Limits:
     max_long_prefills: int = 2
     """Long prompts prefilled at the same time; others wait and short ones overtake them."""
     enable_prefix_caching: bool = True
+    kv_offloading_policy: str = "lru"
+    """What leaves the memory tier: one of eviction.POLICIES."""
     max_preemptions: int = 3
     """A sequence preempted this often next enters only with its whole length reserved, and stays."""
     max_queued_requests: int = 2048
@@ -58,6 +64,8 @@ class Group:
         journal: Journal,
         num_state_blocks: int = 0,
         max_loras: int = 0,
+        num_memory_blocks: int = 0,
+        num_disk_blocks: int = 0,
     ) -> None:
         self.index = index
         self.model = model
@@ -74,6 +82,10 @@ class Group:
         self.pool = BlockPool(num_blocks, block_size)
         # Of a hybrid: checkpoints of the states that its sequences have in their slots.
         self.states = BlockPool(num_state_blocks, model.state_block_size) if model.state_block_size else None
+        self.tiers: Tiers | None = None
+        if num_memory_blocks and limits.enable_prefix_caching and self.states is None:
+            policy = limits.kv_offloading_policy
+            self.tiers = Tiers(self.pool, policy, num_memory_blocks, num_disk_blocks)
         self.batch = Batch(model, limits.max_num_seqs, block_size)
         self.queue = WaitQueue(limits.long_threshold)
         self.changes = changes
@@ -121,7 +133,9 @@ class Group:
     def has_room(self) -> bool:
         """Another plan may be sent, and there may be something to plan."""
         return len(self.in_flight) < self.limits.max_plans_in_flight and (
-            self.queue.num_waiting > 0 or self.batch.num_running > 0
+            self.queue.num_waiting > 0
+            or self.batch.num_running > 0
+            or (self.tiers is not None and self.tiers.has_work)
         )
 
     @property
@@ -149,6 +163,35 @@ class Group:
         size = self.states.block_size
         last = (start + length) // size * size
         return last - start if last > start else length
+
+    def index_blocks(
+        self, blocks: U32, hashes: list[bytes], pool: BlockPool | None = None, first: int = 0
+    ) -> None:
+        """Indexes full, computed blocks of ``pool`` (by default the one of keys and values), and tells the store, where
+        block 0 of it is block ``first``, of those that were new."""
+        own = pool is None
+        pool = self.pool if pool is None else pool
+        entered = pool.enter(blocks, hashes)
+        if not entered:
+            return
+        indexed, new_hashes = blocks[entered], [hashes[i] for i in entered]
+        numbers = indexed + np.uint32(first)
+        self.changes.indexed.append(
+            Indexed(self.index, numbers, pool.generations[indexed], b"".join(new_hashes))
+        )
+        if self.tiers is not None and own:
+            self.tiers.indexed(indexed.tolist(), new_hashes)
+
+    def transferred(self, done: worker_pb2.TransferDone, failed: set[int]) -> None:
+        """The worker has done a transfer: what waited for it queues again. Raises ProtocolError."""
+        if self.tiers is None:
+            raise ProtocolError(f"transfer {done.id}: this group has no tiers")
+        transfer = self.tiers.done(done, failed)
+        if transfer.kind == LOAD:
+            kept = [position for position in range(len(transfer.hashes)) if position not in failed]
+            self.index_blocks(transfer.blocks[kept], [transfer.hashes[position] for position in kept])
+        self.tiers.release(transfer)
+        self.queue.put_back(self.queue.unpark(transfer))
 
     def enqueue(self, sequence: Sequence, cached: int = -1) -> None:
         """``cached``: tokens of it that routing found here, where it had a choice."""
@@ -211,7 +254,7 @@ class Group:
     def assign_adapters(self) -> None:
         """Slots for what waiting sequences need; ``adapters.loads`` says what the worker must be asked for."""
         oldest = self.in_flight[0].step if self.in_flight else self.step + 1
-        self.adapters.assign(self.queue.awaited(), oldest)
+        self.adapters.assign(self.queue.awaited_adapters(), oldest)
 
     def adapter_placed(self, slot: int, number: int) -> None:
         """The worker has filled the slot: those that waited for it queue again."""
@@ -241,6 +284,8 @@ class Group:
             for plan in self.in_flight:
                 self.states.release(plan.saves.blocks)
         self.in_flight.clear()
+        if self.tiers is not None:
+            self.tiers.lose()
         self.adapters = SlotTable(len(self.adapters))
         if not keep_blocks:
             for pool in self.pools:
@@ -249,7 +294,8 @@ class Group:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where blocks, slots, queue and reservations contradict each other."""
-        self.pool.check_integrity(self.batch.tables())
+        moving = self.tiers.pinned() if self.tiers is not None else []
+        self.pool.check_integrity([*self.batch.tables(), *moving])
         if self.states is not None:
             self.states.check_integrity([plan.saves.blocks for plan in self.in_flight])
         self.batch.check_integrity()

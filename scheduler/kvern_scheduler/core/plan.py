@@ -12,6 +12,7 @@ from kvern.v1 import worker_pb2
 from kvern_scheduler.core.batch import Cohort
 from kvern_scheduler.core.journal import Blocked
 from kvern_scheduler.core.requests import Sequence
+from kvern_scheduler.core.tiers import Transfer
 
 U32 = npt.NDArray[np.uint32]
 EMPTY: U32 = np.empty(0, np.uint32)
@@ -66,6 +67,7 @@ class Plan:
     """Unix seconds."""
     blocked: Blocked = Blocked.NOTHING
     """Why what waits was not taken in."""
+    transfers: list[Transfer] = field(default_factory=list)
 
     # For fold.
     prefill_ends: list[int] = field(default_factory=list)

@@ -17,8 +17,12 @@ from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.journal import Blocked, Kind
 from kvern_scheduler.core.plan import Entry, Plan, Saves
 from kvern_scheduler.core.requests import Sequence, State
+from kvern_scheduler.core.tiers import Tiers
 
 Slots = npt.NDArray[np.intp]
+
+MAX_LOADS = 3
+"""What was loaded may be evicted before its sequence gets a slot: after so many loads it is computed instead."""
 
 
 def plan_step(group: Group, now: float) -> Plan | None:
@@ -37,7 +41,10 @@ def plan_step(group: Group, now: float) -> Plan | None:
         chunks = _plan_prefills(group, plan, budget, now)
         if group.queue.has_parked:
             group.assign_adapters()
-    if not decoders.size and not chunks:
+    if group.tiers is not None:
+        group.tiers.store(group.num_unreserved - group.batch.num_running)
+        plan.transfers = group.tiers.take_planned()
+    if not decoders.size and not chunks and not plan.transfers:
         return None
     plan.released, group.released = group.released, []
     plan.filled_slots = group.batch.schedule(decoders)
@@ -105,6 +112,8 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
         if (adapter := sequence.request.submission.adapter) and group.adapters.find(adapter) is None:
             group.queue.park(sequence, adapter)
             continue
+        if group.tiers is not None and _load(group, group.tiers, sequence):
+            continue
         entry = _admit(group, sequence, now)
         if entry is None:
             blocked = Blocked.BLOCKS
@@ -131,12 +140,8 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     num_tokens = sequence.num_tokens
     hits, state_block = _prefix_hit(group, sequence)
     wanted = -(-num_tokens // size) - len(hits)
-    protect = sequence.num_preemptions >= group.limits.max_preemptions
-    # The last token is never computed: its position needs no block.
-    reserve = max(0, -(-(sequence.max_len - 1) // size) - len(hits) - wanted) if protect else 0
-    # Each running sequence takes another block soon: leave one, or the newcomer is preempted at once.
-    headroom = batch.num_running
-    if wanted + reserve + headroom > group.num_unreserved - pool.count_idle(hits):
+    reserve = _reserve(group, sequence)
+    if not _has_room(group, sequence, hits):
         return None
     group.queue.pop(sequence)
     pool.share(hits)
@@ -147,9 +152,12 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
     slot = batch.enter(sequence, tokens, blocks, len(hits) * size)
     adapter_slot = _enter_adapter(group, slot, sequence)
     batch.reserved[slot] = reserve
-    batch.protected[slot] = protect
+    batch.protected[slot] = _is_protected(group, sequence)
+    sequence.num_loads = 0
     group.num_reserved += reserve
     group.num_prefix_queries += num_tokens
+    if group.tiers is not None:
+        group.tiers.num_queries += num_tokens - len(hits) * size
     group.num_prefix_hits += len(hits) * size
     group.prefilling[slot] = None
     sequence.state = State.RUNNING
@@ -159,6 +167,54 @@ def _admit(group: Group, sequence: Sequence, now: float) -> Entry | None:
         sequence.num_cached_tokens = min(len(hits) * size, sequence.num_prompt)
     generations = pool.generations[blocks]
     return Entry(slot, sequence, tokens, len(hits) * size, blocks, generations, state_block, adapter_slot)
+
+
+def _is_protected(group: Group, sequence: Sequence) -> bool:
+    return sequence.num_preemptions >= group.limits.max_preemptions
+
+
+def _reserve(group: Group, sequence: Sequence) -> int:
+    """Blocks promised to the sequence when it enters, beside those for the tokens it has."""
+    if not _is_protected(group, sequence):
+        return 0
+    size = group.block_size
+    # The last token is never computed: its position needs no block.
+    return max(0, -(-(sequence.max_len - 1) // size) - -(-sequence.num_tokens // size))
+
+
+def _has_room(group: Group, sequence: Sequence, hits: list[int]) -> bool:
+    """Whether there are blocks for all its tokens, ``hits`` among them."""
+    wanted = -(-sequence.num_tokens // group.block_size) - len(hits)
+    # Each running sequence takes another block soon: leave one, or the newcomer is preempted at once.
+    headroom = group.batch.num_running
+    available = group.num_unreserved - group.pool.count_idle(hits)
+    return wanted + _reserve(group, sequence) + headroom <= available
+
+
+def _load(group: Group, tiers: Tiers, sequence: Sequence) -> bool:
+    """Has the sequence wait until the blocks that continue its prefix are loaded from a tier, if there are any. When they
+    have come it queues again, and finds them in the prefix index."""
+    if sequence.num_loads >= MAX_LOADS:
+        return False
+    hits, _ = _prefix_hit(group, sequence)
+    limit = (sequence.num_tokens - 1) // group.block_size
+    rest = sequence.hashes[len(hits) : limit] if _may_hit(group, sequence) else []
+    if not rest:
+        return False
+    load = tiers.loading(rest[0])
+    if load is None:
+        found = tiers.find(rest, len(rest))
+        # One that another load brings is waited for next time.
+        found = found[: next((i for i, h in enumerate(found) if tiers.loading(h)), len(found))]
+        many = tiers.num_loading >= len(group.batch.free_slots)
+        if not found or many or not _has_room(group, sequence, hits):
+            return False
+        sequence.num_loads += 1
+        tiers.num_hits += len(found) * group.block_size
+        tiers.num_queries += len(found) * group.block_size
+        load = tiers.load(hits, found)
+    group.queue.park(sequence, load)
+    return True
 
 
 def _enter_adapter(group: Group, slot: int, sequence: Sequence) -> int:
@@ -175,14 +231,18 @@ def _enter_adapter(group: Group, slot: int, sequence: Sequence) -> int:
 def _prefix_hit(group: Group, sequence: Sequence) -> tuple[list[int], int | None]:
     """Indexed blocks that hold the sequence's first tokens, and of a hybrid the state after them; at least one token is
     left to compute."""
-    if not group.limits.enable_prefix_caching:
-        return [], None
-    if sequence.request.submission.params.HasField("prompt_logprobs") and not sequence.output:
+    if not _may_hit(group, sequence):
         return [], None
     limit = (sequence.num_tokens - 1) // group.block_size
     if sequence.output:
         sequence.extend_hashes(limit, group.block_size)
     return group.match(sequence.hashes, limit)
+
+
+def _may_hit(group: Group, sequence: Sequence) -> bool:
+    """Whether what is cached of it may be used: not where the log-probabilities of its prompt are asked for."""
+    asks = sequence.request.submission.params.HasField("prompt_logprobs") and not sequence.output
+    return group.limits.enable_prefix_caching and not asks
 
 
 def _schedule_chunks(group: Group, plan: Plan, chunks: dict[int, int]) -> None:

@@ -6,6 +6,10 @@ import heapq
 from collections.abc import Iterator
 
 from kvern_scheduler.core.requests import Sequence, State
+from kvern_scheduler.core.tiers import Transfer
+
+Awaited = int | Transfer
+"""What sequences wait for beside the queue: an adapter, by its number, or blocks on their way to the device."""
 
 
 class WaitQueue:
@@ -16,8 +20,7 @@ class WaitQueue:
         self._threshold = long_threshold
         self._short: list[tuple[tuple[int, int], Sequence]] = []
         self._long: list[tuple[tuple[int, int], Sequence]] = []
-        # By adapter: those that wait until a slot holds it.
-        self._parked: dict[int, list[tuple[tuple[int, int], Sequence]]] = {}
+        self._parked: dict[Awaited, list[tuple[tuple[int, int], Sequence]]] = {}
         self.num_waiting = 0
         self.num_tokens = 0
 
@@ -42,24 +45,26 @@ class WaitQueue:
         heap = self._long if self._long and self._long[0][1] is sequence else self._short
         heapq.heappop(heap)
 
-    def park(self, sequence: Sequence, adapter: int) -> None:
-        """What peek returned waits, out of the others' way, until ``unpark`` of its adapter."""
+    def park(self, sequence: Sequence, awaited: Awaited) -> None:
+        """What peek returned waits, out of the others' way, until ``unpark`` of the same."""
         self._take(sequence)
-        heapq.heappush(self._parked.setdefault(adapter, []), (sequence.rank, sequence))
+        heapq.heappush(self._parked.setdefault(awaited, []), (sequence.rank, sequence))
 
-    def unpark(self, adapter: int) -> list[Sequence]:
-        """Those that waited for the adapter, counted as waiting still: the caller puts them back or ends them."""
-        return [s for _, s in self._parked.pop(adapter, []) if s.state is State.WAITING]
+    def unpark(self, awaited: Awaited) -> list[Sequence]:
+        """Those that waited for it, counted as waiting still: the caller puts them back or ends them."""
+        return [s for _, s in self._parked.pop(awaited, []) if s.state is State.WAITING]
 
     def put_back(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self.forget(sequence)
             self.push(sequence)
 
-    def awaited(self) -> list[int]:
+    def awaited_adapters(self) -> list[int]:
         """The adapters that sequences wait for, the best-ranked one's first."""
         heads = []
         for adapter, heap in list(self._parked.items()):
+            if not isinstance(adapter, int):
+                continue
             while heap and heap[0][1].state is not State.WAITING:
                 heapq.heappop(heap)
             if heap:

@@ -128,6 +128,7 @@ class Sequence:
         "logprobs",
         "max_len",
         "num_cached_tokens",
+        "num_loads",
         "num_losses",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -156,6 +157,8 @@ class Sequence:
         self.max_len = request.submission.prompt.size + max(1, params.max_tokens)
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        # Times that it has waited for blocks from a tier, since it last had a slot.
+        self.num_loads = 0
         # Workers lost while computing this sequence, since it last got a token.
         self.num_losses = 0
         self.num_tokens_at_loss = -1

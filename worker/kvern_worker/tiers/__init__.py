@@ -1,0 +1,1 @@
+"""KV blocks below the device: in memory, and on disk."""

@@ -11,14 +11,16 @@ import grpc.aio
 
 from kvern.block_hash import adapter_keys, hash_prompt, join_hashes
 from kvern.errors import KvernError, invalid
+from kvern.media import keys_of
 from kvern.rpc.errors import error_from_rpc
 from kvern.rpc.packing import pack_i32
 from kvern.rpc.tracing import Tracing
-from kvern.v1 import adapter_pb2, generation_pb2, session_pb2
+from kvern.v1 import adapter_pb2, generation_pb2, media_pb2, session_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.generation import Generation, unavailable
 from kvern_gateway.keys import Keys, current
 from kvern_gateway.limits import Limits
+from kvern_gateway.media.images import Images
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.output import TextOptions
 from kvern_gateway.scheduler_client import SchedulerClient
@@ -77,6 +79,7 @@ class Gateway:
     keys: Keys = field(default_factory=Keys)
     tracing: Tracing | None = None
     allow_lora_updating: bool = False
+    images: Images | None = None
     draining: bool = False
 
     def __post_init__(self) -> None:
@@ -181,6 +184,10 @@ class Gateway:
                 f"the tokenizer has {self.text.vocab_size} tokens, the served model {facts.name!r} only "
                 f"{facts.vocab_size}: --model names the files of another model than the workers loaded"
             )
+        if self.images is not None and not facts.images:
+            raise ValueError(
+                f"--model names files of a model that takes images; the served {facts.name!r} takes none"
+            )
 
     async def tokenize(self, spelled: str, text: str, add_special_tokens: bool) -> list[int]:
         """Raises KvernError for text that isn't Unicode or that can't fit the context."""
@@ -253,9 +260,11 @@ class Gateway:
         options: TextOptions,
         identity: Identity,
         routing: Routing,
+        media: Sequence[media_pb2.MediaItem] = (),
     ) -> Generation:
-        """Raises KvernError UNAVAILABLE; the scheduler's own answer comes by ``Generation.admitted``."""
-        submit = self._submission(prompt_ids, params, identity, routing)
+        """``media``: the images of the prompt. Raises KvernError UNAVAILABLE; the scheduler's own answer comes by
+        ``Generation.admitted``."""
+        submit = self._submission(prompt_ids, params, identity, routing, media)
         submit.n = routing.n
         submit.gateway_context = options.context(routing.adapter.name if routing.adapter else "")
         submit.resumable, submit.resumes = identity.resumable, identity.resumes
@@ -268,7 +277,12 @@ class Gateway:
         return self.client.submit(submit)
 
     def _submission(
-        self, prompt_ids: list[int], params: SamplingParams, identity: Identity, routing: Routing
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        identity: Identity,
+        routing: Routing,
+        media: Sequence[media_pb2.MediaItem] = (),
     ) -> session_pb2.Submit:
         pooling, welcome = self.facts().pooling, self.client.welcome
         assert welcome is not None, "facts() has been asked"
@@ -277,7 +291,7 @@ class Gateway:
         cached = welcome.prefix_caching and not (pooling is not None and pooling.bidirectional)
         if cached and welcome.block_size:
             lora = adapter_keys(routing.adapter) if routing.adapter else None
-            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt, lora)
+            hashes = hash_prompt(prompt_ids, welcome.block_size, routing.cache_salt, lora, keys_of(media))
         return session_pb2.Submit(
             request_id=identity.request_id,
             tenant=identity.tenant,
@@ -291,6 +305,7 @@ class Gateway:
             model=welcome.model.name,
             traceparent=identity.traceparent,
             adapter=routing.adapter.number if routing.adapter else 0,
+            media=media,
         )
 
     def routing(self, fields: Fields) -> Routing:

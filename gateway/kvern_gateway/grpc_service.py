@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import grpc.aio
 
 from kvern.errors import KvernError, invalid
-from kvern.v1 import adapter_pb2, generation_pb2_grpc, session_pb2
+from kvern.v1 import adapter_pb2, generation_pb2_grpc, media_pb2, session_pb2
 from kvern.v1 import generation_pb2 as pb
 from kvern.v1.model_pb2 import ModelInfo
 from kvern_gateway import operations
 from kvern_gateway.embedding import check_dimensions, check_length, embed
 from kvern_gateway.gateway import Gateway, Identity, Routing, admit, mint_id
 from kvern_gateway.generation import ORPHAN_GRACE_S, unavailable
-from kvern_gateway.http.chat import parse_messages, template_kwargs
+from kvern_gateway.http.chat import chat_prompt
+from kvern_gateway.http.parse import ParsedPrompt
 from kvern_gateway.http.resume import beyond_the_end
 from kvern_gateway.keys import Keys, current
+from kvern_gateway.media.images import Source
 from kvern_gateway.metrics import RequestClock
 from kvern_gateway.outbox import Outbox
 from kvern_gateway.room import overloaded
@@ -131,7 +133,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             gateway.adapter(request.model, named=bool(request.request_id))
             model = gateway.facts()
             check_generates(model)
-            name, prompt_ids = await self._prompt(request, fields)
+            name, prompt_ids, media = await self._prompt(request, fields)
             check_prompt_length(name, len(prompt_ids), model)
             most = gateway.limits.max_logprobs
             params = sampling_params(
@@ -147,7 +149,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             identity = _identity(request, context)
             clock = RequestClock(gateway.metrics, start, routing.n)
             with traced(gateway.tracing, "kvern.v1.GenerationService/Generate", identity, clock):
-                generation = gateway.submit(prompt_ids, params, options, identity, routing)
+                generation = gateway.submit(prompt_ids, params, options, identity, routing, media)
                 outbox = Outbox(generation, options, clock, gateway.limits.max_unread_bytes)
                 # The call is over, however it ended.
                 cast(Any, context).add_done_callback(lambda _: generation.abandon(ORPHAN_GRACE_S))
@@ -263,7 +265,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         gateway = self._gateway
         check_model(request.model, gateway.names())
         if request.WhichOneof("input") == "chat":
-            ids = await self._chat(request.chat, "chat")
+            ids = (await self._chat(request.chat, "chat")).token_ids
         else:
             ids = await gateway.tokenize("text", request.text, not request.skip_special_token_prefix)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=gateway.facts().max_model_len)
@@ -308,24 +310,33 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._gateway.facts()
         return adapter_pb2.ListAdaptersResponse(adapters=self._gateway.client.adapters.served)
 
-    async def _prompt(self, request: pb.GenerateRequest, fields: Fields) -> tuple[str, list[int]]:
+    async def _prompt(
+        self, request: pb.GenerateRequest, fields: Fields
+    ) -> tuple[str, list[int], Sequence[media_pb2.MediaItem]]:
         gateway = self._gateway
         kind = request.WhichOneof("input")
         if kind == "prompt":
             add_special_tokens = not request.skip_special_token_prefix
-            return "prompt", await gateway.tokenize("prompt", request.prompt, add_special_tokens)
+            return "prompt", await gateway.tokenize("prompt", request.prompt, add_special_tokens), ()
         if kind == "prompt_token_ids":
             ids = list(request.prompt_token_ids.ids)
-            return "prompt_token_ids", check_token_ids("prompt_token_ids", ids, gateway.facts().vocab_size)
+            return (
+                "prompt_token_ids",
+                check_token_ids("prompt_token_ids", ids, gateway.facts().vocab_size),
+                (),
+            )
         if kind == "chat":
-            return "chat.messages", await self._chat(request.chat, "chat")
+            chat = await self._chat(request.chat, "chat")
+            return "chat.messages", chat.token_ids, chat.media
         raise invalid(
             "input", "there is no input; set prompt, prompt_token_ids or chat", limit="one of three"
         )
 
-    async def _chat(self, chat: pb.ChatInput, name: str) -> list[int]:
-        gateway = self._gateway
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    async def _chat(self, chat: pb.ChatInput, name: str) -> ParsedPrompt:
+        messages = [
+            {"role": message.role, "content": _content(f"chat.messages[{index}]", message)}
+            for index, message in enumerate(chat.messages)
+        ]
         kwargs: Any = {}
         if chat.template_kwargs_json:
             try:
@@ -335,10 +346,27 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 raise invalid(
                     spelled, f"{spelled} is not valid JSON: {error}", limit="a JSON object"
                 ) from None
-        fields = Fields({"messages": messages, "chat_template_kwargs": kwargs}, _spell)
-        parsed = parse_messages(gateway, fields)
-        text = await gateway.renderer.render(parsed, kwargs=template_kwargs(fields))
-        return await gateway.tokenize(f"{name}.messages", text, add_special_tokens=False)
+        return await chat_prompt(
+            self._gateway, Fields({"messages": messages, "chat_template_kwargs": kwargs}, _spell)
+        )
+
+
+def _content(name: str, message: pb.ChatMessage) -> str | list[dict[str, Any]]:
+    """As a chat over HTTP has it."""
+    if not message.parts:
+        return message.content
+    if message.content:
+        raise invalid(f"{name}.parts", f"{name} has content and parts; set one of them", limit="one of two")
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(message.parts):
+        if part.WhichOneof("part") == "image":
+            source = Source(f"{name}.parts[{index}].image", data=part.image)
+            parts.append({"type": "image_url", "image_url": source})
+        elif part.WhichOneof("part") == "image_url":
+            parts.append({"type": "image_url", "image_url": part.image_url})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
 
 
 def _check_from_index(request: pb.StreamRequest, submit: session_pb2.Submit) -> None:

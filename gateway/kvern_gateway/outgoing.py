@@ -54,6 +54,7 @@ class Outgoing:
         size = taken = 0
         for submit in self._submits:
             size += len(submit.prompt_token_ids) + len(submit.block_hashes)
+            size += sum(len(item.pixels) for item in submit.media)
             if taken and size > _MAX_MESSAGE_BYTES:
                 break
             request.submits.append(submit)

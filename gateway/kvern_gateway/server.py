@@ -33,6 +33,8 @@ from kvern_gateway.http.app import create_app
 from kvern_gateway.http.protocol import Connection
 from kvern_gateway.keys import API_KEY_VARIABLE, KeyFileError, Keys
 from kvern_gateway.limits import Limits
+from kvern_gateway.media import flags as media_flags
+from kvern_gateway.media.flags import MAX_BODY_BYTES
 from kvern_gateway.metrics import Metrics
 from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_gateway.strict_decode import add_strictly
@@ -79,7 +81,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"),
         help="let clients load and unload LoRA adapters, from any folder that workers can read",
     )
-    parser.add_argument("--max-body-bytes", type=int, default=Limits().max_body_bytes)
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        help=f"of an HTTP request (default: {Limits().max_body_bytes}, or {MAX_BODY_BYTES} where the model takes images)",
+    )
     parser.add_argument(
         "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
     )
@@ -103,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     public(
         "--ssl-ca-certs", default="", metavar="FILE", help="clients must have a certificate that these sign"
     )
+    media_flags.add_flags(parser)
     tls.add_flags(parser)
     tracing.add_flags(parser)
     return parser
@@ -218,6 +225,7 @@ class GatewayServer:
             asyncio.create_task(self.gateway.client.run()),
             asyncio.create_task(self._follow_session()),
             asyncio.create_task(self.gateway.renderer.start()),
+            *([asyncio.create_task(self.gateway.images.start())] if self.gateway.images else []),
             asyncio.create_task(self._follow_keys()),
         ]
         return ports
@@ -266,6 +274,8 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.gateway.renderer.close()
+        if self.gateway.images is not None:
+            await self.gateway.images.close()
         if self.gateway.tracing is not None:
             await asyncio.to_thread(self.gateway.tracing.close)
 
@@ -287,17 +297,21 @@ async def serve(arguments: argparse.Namespace) -> int:
     text = load_text_model(arguments.model)
     if arguments.generation_config == "vllm":
         text.sampling_defaults = {}
+    images = media_flags.from_flags(arguments, text)
     gateway = Gateway(
         text,
         SchedulerClient(
             arguments.scheduler.split(","), dial=functools.partial(create_channel, tls=arguments.tls)
         ),
-        Limits(max_body_bytes=arguments.max_body_bytes),
+        Limits(
+            max_body_bytes=arguments.max_body_bytes or (MAX_BODY_BYTES if images else Limits().max_body_bytes)
+        ),
         arguments.served_model_name,
         Metrics(),
         Keys([*arguments.api_key, *_keys_of_environment()], arguments.api_keys),
         arguments.tracing,
         arguments.allow_runtime_lora_updating,
+        images,
     )
     server = GatewayServer(gateway, arguments.ssl)
     http_port, grpc_port = await server.start(arguments.host, arguments.http_port, arguments.grpc_port)

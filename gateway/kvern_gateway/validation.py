@@ -37,6 +37,7 @@ class ModelFacts:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     # Of a model that gives embeddings instead of tokens.
     pooling: model_pb2.Pooling | None = None
+    images: bool = False
 
     @classmethod
     def of(cls, welcome: session_pb2.Welcome, sampling_defaults: Mapping[str, float]) -> ModelFacts:
@@ -49,6 +50,7 @@ class ModelFacts:
             min(model.max_model_len, welcome.kv_capacity_tokens or model.max_model_len),
             sampling_defaults,
             model.pooling if model.HasField("pooling") else None,
+            model.images,
         )
 
 

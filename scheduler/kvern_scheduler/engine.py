@@ -236,6 +236,8 @@ class Engine:
         waiting = group.queue.num_waiting
         times = pb.wait_us, pb.prepare_us, pb.forward_us, pb.sample_us
         self.journal.stepped(group.index, plan, waiting, *times)
+        group.num_images += pb.num_images
+        group.num_images_cached += pb.num_images_cached
 
     def transferred(self, group: Group, pb: worker_pb2.TransferDone) -> None:
         """Blocks have come to where they were sent, or not. Raises ProtocolError where nobody sent them."""

@@ -150,6 +150,9 @@ class Metrics:
         yield family(counter, "vllm:prefix_cache_queries", "Tokens", queries)
         yield family(counter, "vllm:prefix_cache_hits", "Tokens", hits)
         yield from self._collect_tiers(groups)
+        images, cached = [g.num_images for g in groups], [g.num_images_cached for g in groups]
+        yield family(counter, "vllm:mm_cache_queries", "Images computed", images)
+        yield family(counter, "vllm:mm_cache_hits", "Images that had been encoded before", cached)
         rates = [hit / query if query else 0.0 for hit, query in zip(hits, queries, strict=True)]
         yield family(gauge, "kvern_cache_hit_rate", "Prompt tokens found, 0 to 1, since the start", rates)
         if any(len(g.adapters) for g in groups):

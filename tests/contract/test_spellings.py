@@ -19,6 +19,7 @@ KNOWN = {
     "--cudagraph-capture-sizes",
     "--lora-modules",
     "--kv-offloading-size",
+    "--mm-processor-kwargs",
 }
 SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code"}
 

@@ -17,6 +17,7 @@ from kvern.rpc.channel import create_channel
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.keys import Keys
 from kvern_gateway.limits import Limits
+from kvern_gateway.media.images import Images
 from kvern_gateway.scheduler_client import SchedulerClient
 from kvern_gateway.server import GatewayServer
 from kvern_gateway.text.tokenizer import TextModel, load_text_model
@@ -63,14 +64,18 @@ async def serve(smollm2: TextModel) -> AsyncIterator[Serve]:
     schedulers: set[FakeScheduler] = set()
 
     async def start(
-        scheduler: FakeScheduler | None = None, limits: Limits | None = None, keys: Keys | None = None
+        scheduler: FakeScheduler | None = None,
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+        text: TextModel | None = None,
+        images: Images | None = None,
     ) -> Served:
         scheduler = scheduler or FakeScheduler()
         if not scheduler.address:
             await scheduler.start()
         schedulers.add(scheduler)
         client = SchedulerClient([scheduler.address])
-        gateway = Gateway(smollm2, client, limits or Limits(), keys=keys or Keys())
+        gateway = Gateway(text or smollm2, client, limits or Limits(), keys=keys or Keys(), images=images)
         server = GatewayServer(gateway)
         http_port, grpc_port = await server.start("127.0.0.1", 0, 0)
         await client.connected.wait()

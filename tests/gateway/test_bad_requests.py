@@ -137,7 +137,7 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
             ]
         },
         "messages[0].content[0]",
-        "image_url",
+        "takes none",
         "unimplemented",
     ),
     (

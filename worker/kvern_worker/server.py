@@ -64,6 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
         help='how embeddings are made, instead of what the model\'s files say: {"pooling_type": "MEAN", "CLS" or '
         '"LAST", "normalize": true}',
     )
+    add(
+        "--mm-processor-cache-gb",
+        type=float,
+        default=1.0,
+        metavar="GB",
+        help="GiB for what the vision tower has made of images, kept by content",
+    )
     add("--dtype", default="auto", choices=("auto", "float32", "float", "bfloat16", "float16", "half"))
     add(
         "--kv-cache-dtype",
@@ -300,6 +307,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         max_loras=args.max_loras,
         max_cpu_loras=args.max_cpu_loras,
         max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
+        mm_processor_cache_gb=args.mm_processor_cache_gb,
     )
     return load(options, progress)
 

@@ -177,6 +177,21 @@ def up(
             help="Let clients load and unload adapters",
         ),
     ] = None,
+    limit_mm_per_prompt: Annotated[
+        str | None, typer.Option(help='Images that a request may have: {"image": 2}')
+    ] = None,
+    mm_processor_kwargs: Annotated[
+        str | None, typer.Option(help="Instead of what the model's image processor says, a JSON object")
+    ] = None,
+    allowed_media_domains: Annotated[
+        list[str] | None, typer.Option(help="Host that images may be fetched from; repeat for several")
+    ] = None,
+    allowed_local_media_path: Annotated[
+        Path | None, typer.Option(help="Folder under which file:// URLs may name images")
+    ] = None,
+    mm_processor_cache_gb: Annotated[
+        float | None, typer.Option(help="GiB for what the vision tower has made of images")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu, cuda, or sim (no model, random tokens)")
     ] = None,

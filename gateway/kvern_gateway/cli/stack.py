@@ -66,6 +66,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_loras",
         "max_lora_rank",
         "max_cpu_loras",
+        "mm_processor_cache_gb",
         "device",
         "sim_step_us",
         "sim_num_blocks",
@@ -84,7 +85,15 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_queued_tokens",
         "otlp_traces_endpoint",
     ),
-    "gateway": ("api_keys", "otlp_traces_endpoint", "allow_runtime_lora_updating"),
+    "gateway": (
+        "api_keys",
+        "otlp_traces_endpoint",
+        "allow_runtime_lora_updating",
+        "limit_mm_per_prompt",
+        "mm_processor_kwargs",
+        "allowed_media_domains",
+        "allowed_local_media_path",
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from kvern.errors import KvernError, invalid
 from kvern.v1 import error_pb2
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http import adapters
-from kvern_gateway.http.chat import parse_chat, render_messages
+from kvern_gateway.http.chat import chat_prompt, parse_chat
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
@@ -164,8 +164,7 @@ async def _tokenize(gateway: Gateway, values: dict[str, Any]) -> dict[str, Any]:
     fields = Fields(values)
     check_model(fields.get("model"), gateway.names())
     if fields.get("messages") is not None:
-        text = await render_messages(gateway, fields)
-        ids = await gateway.tokenize("messages", text, fields.boolean("add_special_tokens", False))
+        ids = (await chat_prompt(gateway, fields)).token_ids
     else:
         prompt = fields.get("prompt")
         if not isinstance(prompt, str):

@@ -9,6 +9,7 @@ from kvern.errors import invalid
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.http.parse import Job, ParsedPrompt, build_job, read_fields
 from kvern_gateway.http.wire import Scope
+from kvern_gateway.media.images import Source, no_images, take_sources
 from kvern_gateway.text.chat_template import RESERVED
 from kvern_gateway.validation import Fields, check_text, render, unimplemented
 
@@ -18,16 +19,27 @@ _MAX_ROLE_CHARS = 64
 async def parse_chat(gateway: Gateway, scope: Scope, body: bytes, values: dict[str, Any]) -> Job:
     fields = read_fields(gateway, values, chat=True)
     logprobs = _logprobs(gateway, fields)
-    text = await render_messages(gateway, fields)
-    add_special_tokens = fields.boolean("add_special_tokens", False)
-    token_ids = await gateway.tokenize("messages", text, add_special_tokens)
-    prompt = ParsedPrompt("messages", token_ids, text)
+    prompt = await chat_prompt(gateway, fields)
     return build_job(gateway, scope, body, fields, [prompt], chat=True, logprobs=logprobs)
 
 
-async def render_messages(gateway: Gateway, fields: Fields) -> str:
-    """The prompt text of a chat. Raises KvernError naming the message at fault."""
+async def chat_prompt(gateway: Gateway, fields: Fields) -> ParsedPrompt:
+    """What a chat becomes, images and all. Raises KvernError naming the message at fault."""
     messages = parse_messages(gateway, fields)
+    sources = take_sources(messages)
+    if sources and fields.get("truncate_prompt_tokens") is not None:
+        raise unimplemented("truncate_prompt_tokens", "truncate_prompt_tokens can't be used with images")
+    text = await render_messages(gateway, fields, messages)
+    add_special_tokens = fields.boolean("add_special_tokens", False)
+    token_ids = await gateway.tokenize("messages", text, add_special_tokens)
+    if not sources or gateway.images is None:
+        return ParsedPrompt("messages", token_ids, text)
+    media = await gateway.images.prepare(sources)
+    return ParsedPrompt("messages", gateway.images.expand(token_ids, media), text, media)
+
+
+async def render_messages(gateway: Gateway, fields: Fields, messages: list[dict[str, Any]]) -> str:
+    """The prompt text of a chat, an image's token once for each."""
     continue_final = fields.boolean("continue_final_message")
     add_generation_prompt = fields.boolean("add_generation_prompt", not continue_final)
     if continue_final and add_generation_prompt:
@@ -38,7 +50,7 @@ async def render_messages(gateway: Gateway, fields: Fields) -> str:
     if effort is not None:
         kwargs.setdefault("reasoning_effort", fields.string("reasoning_effort", 32))
     return await gateway.renderer.render(
-        messages,
+        messages if gateway.images is None else gateway.images.for_template(messages),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
         kwargs=kwargs,
@@ -66,10 +78,11 @@ def parse_messages(gateway: Gateway, fields: Fields) -> list[dict[str, Any]]:
         raise invalid(
             spelled, f"{spelled} is empty; it must hold at least one message", value=0, limit="≥ 1 message"
         )
-    return [_parse_message(f"{spelled}[{index}]", message) for index, message in enumerate(value)]
+    sees = gateway.images is not None
+    return [_parse_message(f"{spelled}[{index}]", message, sees) for index, message in enumerate(value)]
 
 
-def _parse_message(name: str, message: Any) -> dict[str, Any]:
+def _parse_message(name: str, message: Any, sees: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise invalid(
             name,
@@ -91,38 +104,55 @@ def _parse_message(name: str, message: Any) -> dict[str, Any]:
             raise unimplemented(f"{name}.{unbuilt}")
     parsed = {
         "role": check_text(f"{name}.role", role),
-        "content": _content(f"{name}.content", message.get("content"), role),
+        "content": _content(f"{name}.content", message.get("content"), role, sees),
     }
     if isinstance(message.get("name"), str):
         parsed["name"] = check_text(f"{name}.name", message["name"])
     return parsed
 
 
-def _content(name: str, content: Any, role: str) -> str:
+def _content(name: str, content: Any, role: str, sees: bool) -> str | list[dict[str, Any]]:
+    """One text, or its parts where some are images: {"type": "text", "text"} and {"type": "image", "source"}."""
     if isinstance(content, str):
         return check_text(name, content)
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, list):
-        limit = "a string or a list of text parts"
+        limit = "a string or a list of parts"
         raise invalid(
             name, f"{name} is {render(content)}; it must be {limit}", value=render(content), limit=limit
         )
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind not in ("text", "input_text", "refusal"):
-            raise unimplemented(
-                f"{name}[{index}]", f"{name}[{index}] is of type {render(kind)}; only text is supported"
-            )
-        if not isinstance(text, str):
-            limit = "a text part"
-            raise invalid(
-                f"{name}[{index}]", f"{name}[{index}] must be {limit}", value=render(text), limit=limit
-            )
-        texts.append(check_text(f"{name}[{index}].text", text))
-    return "\n".join(texts)
+    parts = [_part(f"{name}[{index}]", part, sees) for index, part in enumerate(content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(name: str, part: Any, sees: bool) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else "text"
+    if kind in ("image_url", "input_image"):
+        if not sees:
+            raise no_images(name)
+        return {"type": "image", "source": _source(f"{name}.image_url", part.get("image_url"))}
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if kind not in ("text", "input_text", "refusal"):
+        supported = "text and images are" if sees else "only text is"
+        raise unimplemented(name, f"{name} is of type {render(kind)}; {supported} supported")
+    if not isinstance(text, str):
+        limit = "a text part"
+        raise invalid(name, f"{name} must be {limit}", value=render(text), limit=limit)
+    return {"type": "text", "text": check_text(f"{name}.text", text)}
+
+
+def _source(name: str, value: Any) -> Source:
+    if isinstance(value, Source):
+        return value
+    if isinstance(value, Mapping):
+        name, value = f"{name}.url", value.get("url")
+    if not isinstance(value, str) or not value:
+        limit = "a data:, http(s): or file: URL"
+        raise invalid(name, f"{name} must be {limit}", value=render(value), limit=limit)
+    return Source(name, value)
 
 
 def _logprobs(gateway: Gateway, fields: Fields) -> int | None:

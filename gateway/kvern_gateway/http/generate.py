@@ -96,7 +96,9 @@ class GenerateRoute(BoundRoute):
                 if len(job.prompts) > 1:
                     identity = replace(identity, request_id=f"{identity.request_id}-{index}")
                 generations.append(
-                    self._gateway.submit(prompt.token_ids, prompt.params, job.options, identity, job.routing)
+                    self._gateway.submit(
+                        *(prompt.token_ids, prompt.params, job.options, identity, job.routing, prompt.media)
+                    )
                 )
         except BaseException:
             for generation in generations:

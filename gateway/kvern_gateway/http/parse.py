@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.errors import invalid
+from kvern.v1 import media_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_gateway.gateway import Gateway, Identity, Routing, mint_id
 from kvern_gateway.http.fields import CHAT, COMMON, IGNORED, REFUSED
@@ -44,6 +45,7 @@ class Prompt:
     params: SamplingParams
     # As given or rendered; None where the client sent ids.
     text: str | None = None
+    media: Sequence[media_pb2.MediaItem] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,7 @@ class ParsedPrompt:
     field: str
     token_ids: list[int]
     text: str | None
+    media: Sequence[media_pb2.MediaItem] = ()
 
 
 def log_unknown(names: Iterable[str]) -> None:
@@ -182,7 +185,8 @@ def build_job(
             prompt_logprobs=asked_prompt_logprobs,
             bad_token_ids=bad_ids,
         )
-        checked.append(Prompt(token_ids, params, prompt.text if token_ids is prompt.token_ids else None))
+        text = prompt.text if token_ids is prompt.token_ids else None
+        checked.append(Prompt(token_ids, params, text, prompt.media))
     request_id = fields.get("request_id")
     named = request_id is not None
     event_ids = None

@@ -41,8 +41,6 @@ IMPLIED = {
 """Accepted without effect: why."""
 
 UNBUILT = {
-    "--allowed-local-media-path": ("", "images are"),
-    "--allowed-media-domains": ("", "images are"),
     "--all2all-backend": ("", "expert parallelism is"),
     "--cpu-offload-gb": ("0", "weight offload is"),
     "--data-parallel-size": (
@@ -56,10 +54,8 @@ UNBUILT = {
     "--eplb-config": ("", "expert load balancing is"),
     "--expert-placement-strategy": ("linear", "expert parallelism is"),
     "--kv-offloading-backend": ("native", "any KV offload but the native one is"),
-    "--limit-mm-per-prompt": ("", "images are"),
     "--master-addr": ("", "groups across hosts are"),
     "--master-port": ("", "groups across hosts are"),
-    "--mm-processor-kwargs": ("", "images are"),
     "--nnodes": ("1", "groups across hosts are"),
     "--node-rank": ("0", "groups across hosts are"),
     "--offload-backend": ("", "weight offload is"),

@@ -28,7 +28,7 @@ from kvern.v1 import model_pb2 as kvern_dot_v1_dot_model__pb2
 from kvern.v1 import sampling_pb2 as kvern_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvern/v1/generation.proto\x12\x08kvern.v1\x1a\x16kvern/v1/adapter.proto\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"i\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x06inputs\x18\x02 \x03(\x0b\x32\x14.kvern.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"N\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x42\x07\n\x05input\"b\n\rEmbedResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\nembeddings\x18\x02 \x03(\x0b\x32\x13.kvern.v1.Embedding\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\xef\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.kvern.v1.ChatInputH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1e\n\x16include_stop_in_output\x18\x07 \x01(\x08\x12\t\n\x01n\x18\x08 \x01(\r\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x1b\n\x13keep_special_tokens\x18\x0c \x01(\x08\x12!\n\x19skip_special_token_prefix\x18\r \x01(\x08\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\tChatInput\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.kvern.v1.ChatMessage\x12\x1c\n\x14template_kwargs_json\x18\x02 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x93\x01\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.kvern.v1.AcceptedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.kvern.v1.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"H\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"\xaa\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\"\xc0\x01\n\x0e\x43hoiceFinished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1e\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.kvern.v1.UsageB\x06\n\x04stop\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"7\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x03(\r\";\n\x0eStreamResponse\x12)\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1a.kvern.v1.GenerateResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x81\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.kvern.v1.ChatInputH\x00\x12!\n\x19skip_special_token_prefix\x18\x04 \x01(\x08\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.kvern.v1.ModelInfo2\xd0\x05\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.kvern.v1.GenerateRequest\x1a\x1a.kvern.v1.GenerateResponse0\x01\x12=\n\x06Stream\x12\x17.kvern.v1.StreamRequest\x1a\x18.kvern.v1.StreamResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.kvern.v1.CancelRequest\x1a\x18.kvern.v1.CancelResponse\x12\x41\n\x08Tokenize\x12\x19.kvern.v1.TokenizeRequest\x1a\x1a.kvern.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.kvern.v1.DetokenizeRequest\x1a\x1c.kvern.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.kvern.v1.ListModelsRequest\x1a\x1c.kvern.v1.ListModelsResponse\x12\x38\n\x05\x45mbed\x12\x16.kvern.v1.EmbedRequest\x1a\x17.kvern.v1.EmbedResponse\x12J\n\x0bLoadAdapter\x12\x1c.kvern.v1.LoadAdapterRequest\x1a\x1d.kvern.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.kvern.v1.UnloadAdapterRequest\x1a\x1f.kvern.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.kvern.v1.ListAdaptersRequest\x1a\x1e.kvern.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvern/v1/generation.proto\x12\x08kvern.v1\x1a\x16kvern/v1/adapter.proto\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"i\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x06inputs\x18\x02 \x03(\x0b\x32\x14.kvern.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"N\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x42\x07\n\x05input\"b\n\rEmbedResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\nembeddings\x18\x02 \x03(\x0b\x32\x13.kvern.v1.Embedding\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\xef\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.kvern.v1.ChatInputH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1e\n\x16include_stop_in_output\x18\x07 \x01(\x08\x12\t\n\x01n\x18\x08 \x01(\r\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x1b\n\x13keep_special_tokens\x18\x0c \x01(\x08\x12!\n\x19skip_special_token_prefix\x18\r \x01(\x08\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\tChatInput\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.kvern.v1.ChatMessage\x12\x1c\n\x14template_kwargs_json\x18\x02 \x01(\t\"R\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.kvern.v1.ContentPart\"K\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x13\n\timage_url\x18\x02 \x01(\tH\x00\x12\x0f\n\x05image\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"\x93\x01\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.kvern.v1.AcceptedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.kvern.v1.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"H\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"\xaa\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\"\xc0\x01\n\x0e\x43hoiceFinished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1e\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.kvern.v1.UsageB\x06\n\x04stop\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"7\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x03(\r\";\n\x0eStreamResponse\x12)\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1a.kvern.v1.GenerateResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x81\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.kvern.v1.ChatInputH\x00\x12!\n\x19skip_special_token_prefix\x18\x04 \x01(\x08\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.kvern.v1.ModelInfo2\xd0\x05\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.kvern.v1.GenerateRequest\x1a\x1a.kvern.v1.GenerateResponse0\x01\x12=\n\x06Stream\x12\x17.kvern.v1.StreamRequest\x1a\x18.kvern.v1.StreamResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.kvern.v1.CancelRequest\x1a\x18.kvern.v1.CancelResponse\x12\x41\n\x08Tokenize\x12\x19.kvern.v1.TokenizeRequest\x1a\x1a.kvern.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.kvern.v1.DetokenizeRequest\x1a\x1c.kvern.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.kvern.v1.ListModelsRequest\x1a\x1c.kvern.v1.ListModelsResponse\x12\x38\n\x05\x45mbed\x12\x16.kvern.v1.EmbedRequest\x1a\x17.kvern.v1.EmbedResponse\x12J\n\x0bLoadAdapter\x12\x1c.kvern.v1.LoadAdapterRequest\x1a\x1d.kvern.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.kvern.v1.UnloadAdapterRequest\x1a\x1f.kvern.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.kvern.v1.ListAdaptersRequest\x1a\x1e.kvern.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,37 +50,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATINPUT']._serialized_start=843
   _globals['_CHATINPUT']._serialized_end=925
   _globals['_CHATMESSAGE']._serialized_start=927
-  _globals['_CHATMESSAGE']._serialized_end=971
-  _globals['_GENERATERESPONSE']._serialized_start=974
-  _globals['_GENERATERESPONSE']._serialized_end=1121
-  _globals['_ACCEPTED']._serialized_start=1123
-  _globals['_ACCEPTED']._serialized_end=1195
-  _globals['_DELTA']._serialized_start=1198
-  _globals['_DELTA']._serialized_end=1368
-  _globals['_CHOICEFINISHED']._serialized_start=1371
-  _globals['_CHOICEFINISHED']._serialized_end=1563
-  _globals['_USAGE']._serialized_start=1565
-  _globals['_USAGE']._serialized_end=1653
-  _globals['_STREAMREQUEST']._serialized_start=1655
-  _globals['_STREAMREQUEST']._serialized_end=1710
-  _globals['_STREAMRESPONSE']._serialized_start=1712
-  _globals['_STREAMRESPONSE']._serialized_end=1771
-  _globals['_CANCELREQUEST']._serialized_start=1773
-  _globals['_CANCELREQUEST']._serialized_end=1808
-  _globals['_CANCELRESPONSE']._serialized_start=1810
-  _globals['_CANCELRESPONSE']._serialized_end=1845
-  _globals['_TOKENIZEREQUEST']._serialized_start=1848
-  _globals['_TOKENIZEREQUEST']._serialized_end=1977
-  _globals['_TOKENIZERESPONSE']._serialized_start=1979
-  _globals['_TOKENIZERESPONSE']._serialized_end=2039
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2041
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2123
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2125
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2159
-  _globals['_LISTMODELSREQUEST']._serialized_start=2161
-  _globals['_LISTMODELSREQUEST']._serialized_end=2180
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2182
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2239
-  _globals['_GENERATIONSERVICE']._serialized_start=2242
-  _globals['_GENERATIONSERVICE']._serialized_end=2962
+  _globals['_CHATMESSAGE']._serialized_end=1009
+  _globals['_CONTENTPART']._serialized_start=1011
+  _globals['_CONTENTPART']._serialized_end=1086
+  _globals['_GENERATERESPONSE']._serialized_start=1089
+  _globals['_GENERATERESPONSE']._serialized_end=1236
+  _globals['_ACCEPTED']._serialized_start=1238
+  _globals['_ACCEPTED']._serialized_end=1310
+  _globals['_DELTA']._serialized_start=1313
+  _globals['_DELTA']._serialized_end=1483
+  _globals['_CHOICEFINISHED']._serialized_start=1486
+  _globals['_CHOICEFINISHED']._serialized_end=1678
+  _globals['_USAGE']._serialized_start=1680
+  _globals['_USAGE']._serialized_end=1768
+  _globals['_STREAMREQUEST']._serialized_start=1770
+  _globals['_STREAMREQUEST']._serialized_end=1825
+  _globals['_STREAMRESPONSE']._serialized_start=1827
+  _globals['_STREAMRESPONSE']._serialized_end=1886
+  _globals['_CANCELREQUEST']._serialized_start=1888
+  _globals['_CANCELREQUEST']._serialized_end=1923
+  _globals['_CANCELRESPONSE']._serialized_start=1925
+  _globals['_CANCELRESPONSE']._serialized_end=1960
+  _globals['_TOKENIZEREQUEST']._serialized_start=1963
+  _globals['_TOKENIZEREQUEST']._serialized_end=2092
+  _globals['_TOKENIZERESPONSE']._serialized_start=2094
+  _globals['_TOKENIZERESPONSE']._serialized_end=2154
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2156
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2238
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2240
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2274
+  _globals['_LISTMODELSREQUEST']._serialized_start=2276
+  _globals['_LISTMODELSREQUEST']._serialized_end=2295
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2297
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2354
+  _globals['_GENERATIONSERVICE']._serialized_start=2357
+  _globals['_GENERATIONSERVICE']._serialized_end=3077
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,9 @@ class Group:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        # As the worker counts them: images computed, and those whose features it had.
+        self.num_images = 0
+        self.num_images_cached = 0
 
     @property
     def capacity_tokens(self) -> int:

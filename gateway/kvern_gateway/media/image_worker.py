@@ -1,0 +1,89 @@
+"""Decodes and prepares images in a process of its own: see kvern_gateway.processes.
+
+The set-up is JSON: the model's and its image processor's configuration, and the limits. Each request is an image file, each
+answer a byte that says what follows: 0, a kvern.v1.MediaItem; 1, what is wrong with the image.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from kvern_gateway.media.prepare import Preparation, Unprepared, preparation
+
+MEMORY_BYTES = 2 * 2**30
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def prepared(data: bytes, prepare: Preparation, max_pixels: int) -> bytes:
+    """Raises Unprepared with what is wrong."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            # Known from the file's head: nothing has been decoded yet.
+            width, height = image.size
+            if width * height > max_pixels:
+                raise Unprepared(f"has {width} × {height} pixels; it may have {max_pixels} in all")
+            if not width or not height:
+                raise Unprepared("has no pixels")
+            image.load()
+            return prepare(ImageOps.exif_transpose(image)).SerializeToString()
+    except Unprepared:
+        raise
+    except UnidentifiedImageError:
+        raise Unprepared(f"is no image of a known format ({', '.join(FORMATS)})") from None
+    except MemoryError:
+        raise Unprepared("takes too much memory to decode") from None
+    except Exception as error:  # A library of many decoders raises whatever they do.
+        raise Unprepared(f"is damaged: {type(error).__name__}") from None
+
+
+def _read(length: int) -> bytes:
+    data = sys.stdin.buffer.read(length)
+    if len(data) < length:
+        sys.exit(0)
+    return data
+
+
+def _receive() -> bytes:
+    (length,) = struct.unpack("<I", _read(4))
+    return _read(length)
+
+
+def _send(data: bytes) -> None:
+    sys.stdout.buffer.write(struct.pack("<I", len(data)) + data)
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(1)
+    setup: dict[str, Any] = json.loads(_receive())
+    prepare = preparation(setup["model"], setup["processor"])
+    assert prepare is not None, "the gateway has asked before"
+    # The limit is ours, and comes before the decoder's.
+    Image.MAX_IMAGE_PIXELS = None
+    _send(b"")
+    while True:
+        data = _receive()
+        # Its default action ends the process, also inside a decoder.
+        signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
+        try:
+            answer = b"\0" + prepared(data, prepare, setup["max_pixels"])
+        except Unprepared as error:
+            answer = b"\1" + str(error).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from kvern_kernels import kv_cache, reference
 from kvern_kernels.attention_options import AttentionOptions
 
 Attention = Callable[..., Tensor]
+_ALIASES = {"TRITON": "TRITON_ATTN", "CPU": "CPU_ATTN", "SDPA": "TORCH_SDPA"}
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation asks for
 
 
@@ -33,7 +34,7 @@ def find(name: str, device: str) -> Attention:
 
     Raises Unavailable, with the reason for every backend, when it is unknown or can't serve.
     """
-    wanted = name.upper()
+    wanted = _ALIASES.get(name.upper(), name.upper())
     reasons: dict[str, str] = {}
     for known, load in BACKENDS.items():
         try:

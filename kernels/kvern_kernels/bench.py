@@ -51,16 +51,43 @@ class Limits:
         return max(case.bytes / self.bytes_per_s, case.operations / self.rates[case.rate])
 
 
-def fastest(*runs: Run, seconds: float = SECONDS) -> list[float]:
+def time_here(run: Run) -> float:
+    """Seconds that `run` takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+class GpuClock:
+    """Seconds that what `run` launches takes on the GPU. A long write before it fills the second-level cache with other
+    things, and is still running when the launches arrive, so that those aren't waited for."""
+
+    def __init__(self) -> None:
+        self._other = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, run: Run) -> float:
+        self._other.zero_()
+        self._start.record()
+        run()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3
+
+
+def clock_of(device: str) -> Callable[[Run], float]:
+    return GpuClock() if device == "cuda" else time_here
+
+
+def fastest(*runs: Run, seconds: float = SECONDS, clock: Callable[[Run], float] = time_here) -> list[float]:
     """The shortest time of each, in seconds; they take turns until `seconds` have passed."""
     best = [float("inf")] * len(runs)
     until = time.perf_counter() + seconds
     for turn in itertools.count():
         for i, run in enumerate(runs):
-            start = time.perf_counter()
-            run()
+            took = clock(run)
             if turn:
-                best[i] = min(best[i], time.perf_counter() - start)
+                best[i] = min(best[i], took)
         if turn > 2 and time.perf_counter() > until:
             return best
     raise AssertionError
@@ -85,6 +112,24 @@ def measure_limits() -> Limits:
     return Limits(min(8 << 20, COLD_BYTES) / read, rates)
 
 
+def measure_gpu_limits() -> Limits:
+    """What a copy of 2 GiB moves, and the library's products at 8,192³."""
+    memory = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
+    n = 8192
+    x = torch.randn(n, n, device="cuda")
+    codes = torch.randint(-127, 128, (n, n), dtype=torch.int8, device="cuda")
+    half = x.bfloat16()
+    copy, *times = fastest(
+        lambda: memory[0].copy_(memory[1]),
+        lambda: x @ x.T,
+        lambda: half @ half.T,
+        lambda: torch._int_mm(codes, codes.T),
+        clock=GpuClock(),
+    )
+    names = ("float32", "bfloat16", "int8")
+    return Limits(memory.numel() / copy, {name: 2 * n**3 / t for name, t in zip(names, times, strict=True)})
+
+
 def read_bandwidth(passes: int = 12) -> float:
     """Bytes per second at which all threads read a memory that fits no cache; the median of some passes over it."""
     memory = torch.ones(COLD_BYTES, dtype=torch.uint8)
@@ -107,7 +152,7 @@ def _read(memory: Tensor) -> None:
 
 def prepacked(x: Tensor, weight: Tensor) -> Run:
     """torch's fastest linear on this machine: oneDNN with weights in its own layout where torch has it."""
-    if not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return lambda: torch.nn.functional.linear(x, weight)
     ours = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
     return lambda: torch.ops.mkldnn._linear_pointwise(x, ours, None, "none", [], "")
@@ -217,11 +262,21 @@ def _prepare_moe(m: int) -> tuple[Run, Run | None]:
 CASES: list[Callable[[], Iterator[Case]]] = [linear_cases, moe_cases]
 
 
-def measure(only: str | None, limits: Limits) -> Iterator[dict[str, Any]]:
+def cases_on(device: str) -> Iterator[Case]:
+    """An int8 cache is for CPUs alone."""
     for case in itertools.chain.from_iterable(cases() for cases in CASES):
+        if device == "cpu" or case.kernel != "attention decode int8":
+            yield case
+
+
+def measure(only: str | None, limits: Limits, device: str) -> Iterator[dict[str, Any]]:
+    clock = clock_of(device)
+    for case in cases_on(device):
         if only and only not in f"{case.kernel} {case.shape}":
             continue
-        ours, *theirs = fastest(*[run for run in case.prepare() if run is not None])
+        with torch.device(device):
+            runs = [run for run in case.prepare() if run is not None]
+        ours, *theirs = fastest(*runs, clock=clock)
         limit = limits.seconds(case)
         yield {
             "kernel": case.kernel,
@@ -235,22 +290,31 @@ def measure(only: str | None, limits: Limits) -> Iterator[dict[str, Any]]:
         }
 
 
+def _here() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run(only: str | None = None) -> list[dict[str, Any]]:
-    """One dict per kernel and shape; `only` keeps those whose name contains it."""
-    return list(measure(only, measure_limits()))
+    """One dict per kernel and shape, on a GPU where there is one; `only` keeps those whose name contains it."""
+    device = _here()
+    return list(measure(only, measure_limits() if device == "cpu" else measure_gpu_limits(), device))
 
 
 def report(only: str | None = None) -> None:
     """Print a table, line by line as it is measured."""
-    limits = measure_limits()
-    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in limits.rates.items())
-    print(
-        f"{torch.get_num_threads()} threads read {limits.bytes_per_s / 1e9:.1f} GB/s; GFLOP/s of torch: {rates}\n"
+    device = _here()
+    limits = measure_limits() if device == "cpu" else measure_gpu_limits()
+    who = (
+        f"{torch.get_num_threads()} threads read"
+        if device == "cpu"
+        else f"{torch.cuda.get_device_name()} copies"
     )
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in limits.rates.items())
+    print(f"{who} {limits.bytes_per_s / 1e9:.1f} GB/s; GFLOP/s of torch: {rates}\n")
     print(
         f"{'kernel':24}{'shape':26}{'µs':>10}{'limit':>10}{'reached':>9}{'GB/s':>8}{'GFLOP/s':>9}{'× torch':>9}"
     )
-    for row in measure(only, limits):
+    for row in measure(only, limits, device):
         ratio = "" if row["torch_ratio"] is None else f"{row['torch_ratio']:.2f}"
         print(
             f"{row['kernel']:24}{row['shape']:26}{row['us']:10.1f}{row['limit_us']:10.1f}"

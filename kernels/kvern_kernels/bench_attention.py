@@ -54,7 +54,9 @@ def _prepare(
     at = torch.arange(blocks * BLOCK_SIZE)
     copies = []
     for _ in range(1 if queries > 1 else 2 + COLD_BYTES // (4 * blocks * BLOCK_SIZE * kv_heads * dim)):
-        pair = kernels.new_kv_cache(blocks, kv_heads, BLOCK_SIZE, dim, dtype)
+        pair = kernels.new_kv_cache(
+            blocks, kv_heads, BLOCK_SIZE, dim, dtype, device=torch.get_default_device()
+        )
         for cache in pair:
             kv_cache.write_tokens(
                 cache, at // BLOCK_SIZE, at % BLOCK_SIZE, torch.randn(len(at), kv_heads, dim)

@@ -130,7 +130,9 @@ def _by_device(op: str, functions: dict[str, Callable[..., Any]]) -> Callable[..
         if device is None:  # layers, a decoder of them, weights packed for the CPU, a number of blocks
             layers = getattr(first, "layers", [first])
             device = layers[0].input_norm.device if hasattr(layers[0], "input_norm") else "cpu"
-        return functions[Device(device).type](*args, **kwargs)
+        # Tensors without values ("meta") are what a GPU's launchers are looked at with.
+        kind = Device(device).type
+        return functions[kind if kind in functions else "cuda"](*args, **kwargs)
 
     call.__name__ = call.__qualname__ = op
     call.__doc__ = functions["cpu"].__doc__

@@ -61,7 +61,7 @@ def test_a_backend_can_be_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_with_two_kinds_of_devices_the_tensors_decide() -> None:
-    op = dispatch._by_device("op", {"cpu": lambda *_, **__: "here", "meta": lambda *_, **__: "there"})
+    op = dispatch._by_device("op", {"cpu": lambda *_, **__: "here", "cuda": lambda *_, **__: "there"})
     near, far = torch.zeros(1), torch.zeros(1, device="meta")
     assert (op(near), op(far, near)) == ("here", "there")
     assert (op(3, 4, device="meta"), op(3, 4)) == ("there", "here")  # a cache to be

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,6 +119,8 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
         return reference.linear(x, packed, out_dtype)
     if x.shape[1] != packed.in_features:
         raise ValueError(f"linear: x has {x.shape[1]} features, the weights take {packed.in_features}")
+    if _library_serves(x, packed, out_dtype):
+        return F.linear(x, packed.codes, packed.bias)
     values, scales = quantized(dense(x), packed.activations)
     tokens, n = x.shape[0], packed.out_features
     out = torch.empty((tokens, n), dtype=out_dtype or x.dtype, device=x.device)
@@ -148,6 +151,13 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
         num_stages=tile.num_stages,
     )
     return out
+
+
+def _library_serves(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None) -> bool:
+    """cuBLAS (or rocBLAS) is the better kernel for plain weights, but promises no bits."""
+    same = packed.codes.dtype == x.dtype == (out_dtype or x.dtype)
+    bias = packed.bias is None or packed.bias.dtype == x.dtype
+    return packed.kind == "plain" and x.is_cuda and same and bias and not batch_invariant()
 
 
 def quantized(x: Tensor, activations: str | None) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,8 +86,15 @@ class KvCache:
         self.block_size = block_size
         self.num_checkpoints = num_checkpoints
         self._slots = slots
-        self._shape = num_kv_heads, block_size, head_dim, dtype, device
-        self.layers = {layer: kernels.new_kv_cache(num_blocks, *self._shape) for layer in layers}
+        self._make = partial(
+            kernels.new_kv_cache,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.layers = {layer: self._make(num_blocks) for layer in layers}
         rows = slots + num_checkpoints
         states = states or StateShapes((), ())
         self.states = {
@@ -96,7 +104,7 @@ class KvCache:
     def resize(self, num_blocks: int) -> None:
         """Another number of blocks, in the tensors that layers hold already. What was in them is lost."""
         for layer in self.layers.values():
-            for held, made in zip(layer, kernels.new_kv_cache(num_blocks, *self._shape), strict=True):
+            for held, made in zip(layer, self._make(num_blocks), strict=True):
                 held.set_(made.untyped_storage(), 0, made.shape, made.stride())
         self.num_blocks = num_blocks
 

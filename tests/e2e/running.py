@@ -144,6 +144,8 @@ class Running:
 class Stream:
     """A streamed completion, read by a thread of its own so that tests can do things meanwhile."""
 
+    PATH = "/v1/completions"
+
     def __init__(self, base_url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self.text = ""
         self.num_events = 0
@@ -176,7 +178,7 @@ class Stream:
         base_url, body, headers = self._request
         try:
             with httpx.stream(
-                "POST", f"{base_url}/v1/completions", json=body, headers=headers, timeout=90
+                "POST", f"{base_url}{self.PATH}", json=body, headers=headers, timeout=90
             ) as answer:
                 if answer.status_code != 200:
                     self.error = f"HTTP {answer.status_code}: {answer.read().decode()}"
@@ -194,11 +196,16 @@ class Stream:
         except httpx.HTTPError as error:
             self.error = repr(error)
 
+    @staticmethod
+    def _text(choice: dict[str, Any]) -> str:
+        text: str = choice["text"]
+        return text
+
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
             self.error = str(event["error"])
         for choice in event.get("choices", []):
-            self.text += choice["text"]
+            self.text += self._text(choice)
             self.num_events += 1
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 

@@ -135,6 +135,17 @@ struct Gate {
   int threads;
 };
 
+// out[t] = the sum over j of weights[t, j] * parts[places[t, j]], in the order of j; a place of -1 adds nothing.
+struct Combine {
+  const float* parts;     // [..., width]
+  const int64_t* places;  // [rows, top_k]
+  const float* weights;   // likewise
+  int64_t rows, top_k, width;
+  void* out;  // [rows, width] contiguous of `type`
+  Type type;
+  int threads;
+};
+
 // LoRA: row t takes adapter adapters[t], none where that is not one of `count`.
 struct LoraShrink {
   const void* x;  // [tokens, k]
@@ -172,6 +183,7 @@ struct Ops {
   void (*rope_and_store)(const Rope&);
   void (*norm)(const Norm&);
   void (*gate)(const Gate&);
+  void (*combine)(const Combine&);
   void (*lora_shrink)(const LoraShrink&);
   void (*lora_expand)(const LoraExpand&);
 };

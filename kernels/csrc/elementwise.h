@@ -225,4 +225,22 @@ static void gate(const kvern::Gate& a) {
   });
 }
 
+static void combine(const kvern::Combine& a) {
+  typed(a.type, a.out, [&](auto* data) {
+    using T = plain<decltype(*data)>;
+    by_rows(a.threads, a.rows, a.top_k * a.width, [&](int64_t r) {
+      const int64_t* places = a.places + r * a.top_k;
+      const float* weights = a.weights + r * a.top_k;
+      T* out = (T*)data + r * a.width;
+      by_lanes(a.width, [&](int64_t d, int count) {
+        V16 sum = zero();
+        for (int64_t j = 0; j < a.top_k; ++j) {
+          if (places[j] >= 0) sum = sum + set1(weights[j]) * get(a.parts + places[j] * a.width + d, count);
+        }
+        put(out + d, sum, count);
+      });
+    });
+  });
+}
+
 }  // namespace KVERN_ISA

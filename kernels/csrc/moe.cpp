@@ -1,7 +1,7 @@
 // Mixture of experts: routing, and all experts of a layer in one call. Expert products are those of `linear`, so
 // they come in every format, and each token adds its experts' outputs in the order of its choice: a row's bits do
 // not depend on who else chose an expert.
-#include "abi.h"
+#include "moe.h"
 
 #include <math.h>
 #include <string.h>
@@ -11,13 +11,6 @@
 namespace kvern {
 namespace {
 
-struct Experts {
-  const Projection *gate_up, *down;  // [count]
-  int64_t count, total;              // held here; ids of the model
-  const int32_t* map;                // [total]: place among those held or -1; null: ids are places
-  int64_t width, inner, activation;
-};
-
 int64_t place_of(const Experts& e, int32_t id) {
   if (id < 0 || id >= e.total) return -1;
   const int64_t place = e.map ? e.map[id] : id;
@@ -25,10 +18,11 @@ int64_t place_of(const Experts& e, int32_t id) {
 }
 
 // Scores of one token, and the choice among them.
-void route(const float* logits, int64_t experts, int64_t top_k, bool sigmoid, bool renormalize, const float* bias,
-           int64_t groups, int64_t top_groups, float scale, float* scores, float* choice, float* weights,
-           int32_t* ids) {
-  if (sigmoid) {
+void choose(const Routing& r, const float* logits, float* scores, float* weights, int32_t* ids) {
+  const int64_t experts = r.experts, groups = r.groups;
+  float* choice = scores + experts;
+  const float* bias = r.bias;
+  if (r.sigmoid) {
     for (int64_t e = 0; e < experts; ++e) scores[e] = 1 / (1 + expf(-logits[e]));
   } else {
     float top = logits[0], sum = 0;
@@ -54,12 +48,12 @@ void route(const float* logits, int64_t experts, int64_t top_k, bool sigmoid, bo
     for (int64_t g = 0; g < groups; ++g) {  // dropped unless fewer than top_groups come before it
       int64_t before = 0;
       for (int64_t h = 0; h < groups; ++h) before += ranks[h] > ranks[g] || (ranks[h] == ranks[g] && h < g);
-      if (before < top_groups) continue;
+      if (before < r.top_groups) continue;
       for (int64_t e = g * each; e < (g + 1) * each; ++e) choice[e] = -INFINITY;
     }
   }
   float sum = 0;
-  for (int64_t i = 0; i < top_k; ++i) {
+  for (int64_t i = 0; i < r.top_k; ++i) {
     int64_t best = -1;
     for (int64_t e = 0; e < experts; ++e) {
       bool taken = false;
@@ -69,43 +63,35 @@ void route(const float* logits, int64_t experts, int64_t top_k, bool sigmoid, bo
     ids[i] = (int32_t)best;
     sum += weights[i] = scores[best];
   }
-  if (renormalize) {
-    for (int64_t i = 0; i < top_k; ++i) weights[i] /= sum > 1e-20f ? sum : 1e-20f;
+  if (r.renormalize) {
+    for (int64_t i = 0; i < r.top_k; ++i) weights[i] /= sum > 1e-20f ? sum : 1e-20f;
   }
-  for (int64_t i = 0; i < top_k; ++i) weights[i] *= scale;
+  for (int64_t i = 0; i < r.top_k; ++i) weights[i] *= r.scale;
 }
 
 }  // namespace
-}  // namespace kvern
 
-using namespace kvern;
-
-EXPORT void kvern_moe_route(int threads, const float* logits, int64_t tokens, int64_t experts, int64_t top_k,
-                            int sigmoid, int renormalize, const float* bias, int64_t groups, int64_t top_groups,
-                            float scale, float* weights, int32_t* ids) {
+void choose_experts(int threads, const Routing& r, const float* logits, int64_t tokens, float* weights, int32_t* ids) {
   constexpr int64_t block = 32;
   parallel(tokens > block ? threads : 1, (tokens + block - 1) / block, [&](int64_t task, int) {
-    float* scores = (float*)scratch(0, (2 * experts + groups) * 4);
+    float* scores = (float*)scratch(0, (2 * r.experts + r.groups) * 4);
     for (int64_t t = task * block; t < tokens && t < (task + 1) * block; ++t) {
-      route(logits + t * experts, experts, top_k, sigmoid != 0, renormalize != 0, bias, groups, top_groups, scale,
-            scores, scores + experts, weights + t * top_k, ids + t * top_k);
+      choose(r, logits + t * r.experts, scores, weights + t * r.top_k, ids + t * r.top_k);
     }
   });
 }
 
-// x [tokens, width] of `type` → out [tokens, width] float32.
-EXPORT void kvern_moe(int threads, const Experts* experts, const void* x, int64_t x_row, int type, int64_t tokens,
-                      const float* weights, const int32_t* ids, int64_t top_k, int32_t* counts, float* out) {
-  const Experts& e = *experts;
+void run_experts(int threads, const Experts& e, const void* x, int64_t x_row, Type t, int64_t tokens,
+                 const float* weights, const int32_t* ids, int64_t top_k, int32_t* counts, void* out) {
   const Ops& ops = active();
-  const Type t = (Type)type;
   const int64_t size = TYPE_BYTES[t], pairs = tokens * top_k, row = e.width * size;
-  // Per pair: its x, gate and up, their product, and the expert's output in float32; then where each pair lies.
+  // Per pair: its x, gate and up, their product, and the expert's output in float32; then where each pair lies, and
+  // where it comes from.
   const int64_t floats = e.width * 4, per_pair = row + 3 * e.inner * size + floats;
-  char* memory = (char*)scratch(7, pairs * per_pair + (pairs + e.count + 2) * 8);
+  char* memory = (char*)scratch(7, pairs * per_pair + (2 * pairs + e.count + 2) * 8);
   float* outputs = (float*)memory;
   char *gathered = memory + pairs * floats, *gates = gathered + pairs * row, *products = gates + pairs * 2 * e.inner * size;
-  int64_t *slots = (int64_t*)(memory + (pairs * per_pair + 7) / 8 * 8), *starts = slots + pairs;
+  int64_t *slots = (int64_t*)(memory + (pairs * per_pair + 7) / 8 * 8), *origins = slots + pairs, *starts = origins + pairs;
   memset(starts, 0, (e.count + 1) * 8);
   for (int64_t i = 0; i < pairs; ++i) {
     if (counts && ids[i] >= 0 && ids[i] < e.total) ++counts[ids[i]];
@@ -120,13 +106,16 @@ EXPORT void kvern_moe(int threads, const Experts* experts, const void* x, int64_
   for (int64_t i = 0; i < pairs; ++i) {
     if (slots[i] < 0) continue;
     slots[i] = starts[slots[i]]++;  // starts[i] becomes the end of expert i
-    memcpy(gathered + slots[i] * row, (const char*)x + i / top_k * x_row * size, row);
+    origins[slots[i]] = i / top_k;
   }
   // Many experts are divided among the threads, few are computed one by one by all of them.
   const int inside = chosen >= 2 * threads ? 1 : threads;
   parallel(inside == 1 ? threads : 1, e.count, [&](int64_t i, int) {
-    const int64_t begin = i ? starts[i - 1] : 0, rows = starts[i] - begin;
+    const int64_t begin = i ? starts[i - 1] : 0, end = starts[i], rows = end - begin;
     if (rows == 0) return;
+    for (int64_t r = begin; r < end; ++r) {
+      memcpy(gathered + r * row, (const char*)x + origins[r] * x_row * size, row);
+    }
     const Projection &up = e.gate_up[i], &down = e.down[i];
     char *gate = gates + begin * 2 * e.inner * size, *product = products + begin * e.inner * size;
     ops.linear({gathered + begin * row, e.width, t, up.weight, (Type)up.type, (const float*)up.bias, gate, t, rows, up.n,
@@ -135,13 +124,19 @@ EXPORT void kvern_moe(int threads, const Experts* experts, const void* x, int64_
     ops.linear({product, e.inner, t, down.weight, (Type)down.type, (const float*)down.bias, outputs + begin * e.width,
                 F32, rows, down.n, down.k, inside});
   });
-  parallel(tokens > 16 ? threads : 1, tokens, [&](int64_t token, int) {
-    float* to = out + token * e.width;
-    memset(to, 0, floats);
-    for (int64_t j = token * top_k; j < (token + 1) * top_k; ++j) {
-      if (slots[j] < 0) continue;
-      const float *from = outputs + slots[j] * e.width, weight = weights[j];
-      for (int64_t c = 0; c < e.width; ++c) to[c] += weight * from[c];
-    }
-  });
+  ops.combine({outputs, slots, weights, tokens, top_k, e.width, out, t, threads});
+}
+
+}  // namespace kvern
+
+using namespace kvern;
+
+EXPORT void kvern_moe_route(int threads, const Routing* routing, const float* logits, int64_t tokens, float* weights,
+                            int32_t* ids) {
+  choose_experts(threads, *routing, logits, tokens, weights, ids);
+}
+
+EXPORT void kvern_moe(int threads, const Experts* experts, const void* x, int64_t x_row, int type, int64_t tokens,
+                      const float* weights, const int32_t* ids, int64_t top_k, int32_t* counts, void* out) {
+  run_experts(threads, *experts, x, x_row, (Type)type, tokens, weights, ids, top_k, counts, out);
 }

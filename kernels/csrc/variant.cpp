@@ -48,12 +48,12 @@ namespace kvern {
 namespace KVERN_ISA {
 extern const Ops ops;
 #if defined(KVERN_MATRIX_ONLY) && defined(__AVX512BF16__)
-const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #elif defined(KVERN_MATRIX_ONLY)
-const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #else
 const Ops ops = {NAME(KVERN_ISA), ::KVERN_ISA::linear, ::KVERN_ISA::dequantize, ::KVERN_ISA::attention, ::KVERN_ISA::rope_and_store,
-                 ::KVERN_ISA::norm, ::KVERN_ISA::gate, ::KVERN_ISA::lora_shrink, ::KVERN_ISA::lora_expand};
+                 ::KVERN_ISA::norm, ::KVERN_ISA::gate, ::KVERN_ISA::combine, ::KVERN_ISA::lora_shrink, ::KVERN_ISA::lora_expand};
 #endif
 }  // namespace KVERN_ISA
 }  // namespace kvern

@@ -5,22 +5,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvern_kernels.cpu_attention import cache_layout, check_tables
-from kvern_kernels.cpu_base import KV_TYPES, LIBRARY, TYPES, threads
+from kvern_kernels.cpu_base import KV_TYPES, LIBRARY, TYPES, address_of, threads
 from kvern_kernels.cpu_linear import PackedLinear, Projection, projection
-from kvern_kernels.decoder import Decoder, DecoderLayer, run_layers
+from kvern_kernels.cpu_moe import Experts, PackedExperts, Routing
+from kvern_kernels.decoder import Decoder, DecoderLayer, Mixture, run_layers
+from kvern_kernels.reference_moe import check_route
+
+_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm", "q_whole_norm", "k_whole_norm")
+
+
+class _Mixture(ctypes.Structure):
+    _fields_ = [("router", Projection), ("routing", Routing), ("experts", Experts)]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
+        *[(name, c_void_p) for name in _NORMS],
         *[(name, Projection) for name in ("qkv", "o", "gate_up", "down")],
+        ("mixture", ctypes.POINTER(_Mixture)),
         *[(name, c_void_p) for name in ("keys", "values", "shape")],
         ("window", c_int64),
+        ("sinks", c_void_p),
     ]
 
 
@@ -52,38 +63,60 @@ def pack_decoder(
 ) -> Decoder:
     """See reference.pack_decoder. Layers that hold what the C++ stack does not know run op by op."""
     structs = None
+    for layer in layers:
+        if (m := layer.mixture) is not None:
+            check_route(m.router.out_features, m.top_k, m.scoring, m.num_groups, m.top_groups)
     if layers and all(_fits(layer, layers[0]) for layer in layers) and cos_sin.is_contiguous():
         structs = (_Layer * len(layers))(*[_struct(layer) for layer in layers])
     return Decoder(layers, cos_sin, num_heads, eps, scale, softcap, interleaved, gelu, structs)
 
 
 def _fits(layer: DecoderLayer, first: DecoderLayer) -> bool:
-    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    like = (first.qkv, first.o, first.gate_up, first.down)
-    norms = [n for n in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm) if n is not None]
+    norms = [norm for name in _NORMS if (norm := getattr(layer, name)) is not None]
     return (
-        all(isinstance(linear, PackedLinear) for linear in linears)
-        and [(p.out_features, p.in_features) for p in linears]
-        == [(p.out_features, p.in_features) for p in like]
+        all(isinstance(linear, PackedLinear) for linear in _linears(layer))
+        and (layer.mixture is None or isinstance(layer.mixture.experts, PackedExperts))
+        and _shape(layer.qkv) == _shape(first.qkv)
         and all(norm.dtype == first.input_norm.dtype and norm.is_contiguous() for norm in norms)
         and first.input_norm.dtype in TYPES
+        and (layer.q_whole_norm is None) == (layer.k_whole_norm is None)
         and layer.keys.dtype in KV_TYPES
-        and layer.keys.shape == layer.values.shape
+        and layer.keys.shape == layer.values.shape == first.keys.shape
         and layer.keys.shape[3] <= 1024
+        and (layer.sinks is None or (layer.sinks.dtype == torch.float32 and layer.sinks.is_contiguous()))
     )
+
+
+def _linears(layer: DecoderLayer) -> list[Any]:
+    mlp = [layer.gate_up, layer.down] if layer.mixture is None else [layer.mixture.router]
+    return [layer.qkv, layer.o, *mlp]
+
+
+def _shape(linear: PackedLinear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _struct(layer: DecoderLayer) -> _Layer:
-    def address(x: Tensor | None) -> int | None:
-        return None if x is None else x.data_ptr()
-
+    dense = (
+        [projection(p) for p in (layer.gate_up, layer.down)] if layer.mixture is None else [Projection()] * 2
+    )
     return _Layer(
-        *(address(x) for x in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)),
-        *(projection(p) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(address_of(getattr(layer, name)) for name in _NORMS),
+        *(projection(layer.qkv), projection(layer.o), *dense),
+        None if layer.mixture is None else ctypes.pointer(_mixture(layer.mixture)),
         *(layer.keys.data_ptr(), layer.values.data_ptr()),
         ctypes.addressof(cache_layout(layer.keys, layer.values)),
         layer.window,
+        address_of(layer.sinks),
     )
+
+
+def _mixture(m: Mixture) -> _Mixture:
+    routing = Routing(
+        *(m.router.out_features, m.top_k, m.scoring == "sigmoid", m.renormalize, address_of(m.bias)),
+        *(m.num_groups, m.top_groups, m.scale),
+    )
+    return _Mixture(projection(m.router), routing, m.experts.struct())
 
 
 def _changed(decoder: Decoder) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from kvern_kernels import reference_moe
-from kvern_kernels.cpu_base import LIBRARY, TYPES, threads
+from kvern_kernels.cpu_base import LIBRARY, TYPES, address_of, threads
 from kvern_kernels.cpu_elementwise import ACTIVATIONS
 from kvern_kernels.cpu_linear import PackedLinear, Projection, projection
 
 
-class _Experts(ctypes.Structure):
+class Experts(ctypes.Structure):
+    """Experts as csrc/moe.h has them."""
+
     _fields_ = [
         ("gate_up", c_void_p),
         ("down", c_void_p),
@@ -27,6 +29,17 @@ class _Experts(ctypes.Structure):
         ("width", c_int64),
         ("inner", c_int64),
         ("activation", c_int64),
+    ]
+
+
+class Routing(ctypes.Structure):
+    """The arguments of moe_route as csrc/moe.h has them."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("experts", "top_k", "sigmoid", "renormalize")],
+        ("bias", c_void_p),
+        *[("groups", c_int64), ("top_groups", c_int64)],
+        ("scale", c_float),
     ]
 
 
@@ -42,6 +55,15 @@ class PackedExperts:
     @property
     def num_bytes(self) -> int:
         return sum(packed.num_bytes for packed in (*self.gate_up, *self.down))
+
+    def struct(self, place: Tensor | None = None) -> Experts:
+        """`place`: a contiguous int32 expert_map, see reference_moe.fused_moe."""
+        count = len(self.gate_up)
+        return Experts(
+            *(ctypes.addressof(side) for side in self.structs),
+            *(count, count if place is None else place.shape[0], address_of(place)),
+            *(self.gate_up[0].in_features, self.down[0].in_features, ACTIVATIONS[self.activation]),
+        )
 
 
 def pack_experts(
@@ -67,17 +89,18 @@ def moe_route(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See reference_moe.moe_route."""
-    reference_moe.check_route(logits, top_k, scoring, num_groups, top_groups)
+    reference_moe.check_route(logits.shape[1], top_k, scoring, num_groups, top_groups)
     logits = logits.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
     weights = torch.empty(logits.shape[0], top_k)
     ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
-    options = (
-        *(scoring == "sigmoid", renormalize, None if bias is None else bias.data_ptr()),
+    routing = Routing(
+        *(logits.shape[1], top_k, scoring == "sigmoid", renormalize, address_of(bias)),
         *(num_groups, top_groups, scale),
     )
     LIBRARY.kvern_moe_route(
-        *(threads(), logits.data_ptr(), *logits.shape, top_k, *options, weights.data_ptr(), ids.data_ptr())
+        *(threads(), ctypes.byref(routing), logits.data_ptr(), logits.shape[0]),
+        *(weights.data_ptr(), ids.data_ptr()),
     )
     return weights, ids
 
@@ -103,18 +126,12 @@ def fused_moe(
     weights, ids = weights.float().contiguous(), ids.int().contiguous()
     place = None if expert_map is None else expert_map.int().contiguous()
     grown = None if counts is None else counts.int().contiguous()
-    count = len(experts.gate_up)
-    struct = _Experts(
-        *(ctypes.addressof(side) for side in experts.structs),
-        *(count, count if place is None else place.shape[0], None if place is None else place.data_ptr()),
-        *(width, experts.down[0].in_features, ACTIVATIONS[experts.activation]),
-    )
-    out = torch.empty(x.shape[0], width)
+    struct = experts.struct(place)
+    out = torch.empty(x.shape, dtype=x.dtype)
     LIBRARY.kvern_moe(
         *(threads(), ctypes.byref(struct), x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0]),
-        *(weights.data_ptr(), ids.data_ptr(), ids.shape[1]),
-        *(None if grown is None else grown.data_ptr(), out.data_ptr()),
+        *(weights.data_ptr(), ids.data_ptr(), ids.shape[1], address_of(grown), out.data_ptr()),
     )
     if counts is not None and grown is not None and grown.data_ptr() != counts.data_ptr():
         counts.copy_(grown)
-    return out.to(x.dtype)
+    return out

@@ -11,18 +11,36 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvern_kernels.attention_options import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts in place of one MLP. `router` is a packed linear, `experts` from pack_experts; the others are
+    arguments of moe_route."""
+
+    router: Any
+    experts: Any
+    top_k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    bias: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights and cache of one pre-norm layer (Llama, Mistral, Qwen2, Qwen3).
+    """Weights and cache of one pre-norm layer (Llama, Mistral, Qwen, Mixtral, OLMoE, GPT-OSS).
 
     `qkv` projects to the query, key and value heads one after the other, `gate_up` to gate and up. The
     linears come from pack_linear or pack_gguf; `keys` and `values` from new_kv_cache. `window`: 0 or the
-    number of keys that a query sees.
+    number of keys that a query sees. A layer has `gate_up` and `down`, or a `mixture`. `q_norm` and `k_norm`
+    are of each head, `q_whole_norm` and `k_whole_norm` of all heads together; `sinks`: see AttentionOptions.
     """
 
     input_norm: Tensor
@@ -36,6 +54,10 @@ class DecoderLayer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int = 0
+    mixture: Mixture | None = None
+    q_whole_norm: Tensor | None = None
+    k_whole_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +94,37 @@ def run_layers(
         else:
             normed, residual = ops.add_rms_norm(hidden, residual, layer.input_norm, decoder.eps)
         kv_heads, dim = layer.keys.shape[1], layer.keys.shape[3]
-        heads = ops.linear(normed, layer.qkv).view(normed.shape[0], -1, dim)
-        q, k, v = heads.split_with_sizes([decoder.num_heads, kv_heads, kv_heads], 1)
+        sizes = [decoder.num_heads * dim, kv_heads * dim, kv_heads * dim]
+        q, k, v = ops.linear(normed, layer.qkv).split_with_sizes(sizes, 1)
+        if layer.q_whole_norm is not None and layer.k_whole_norm is not None:
+            q = ops.rms_norm(q, layer.q_whole_norm, decoder.eps)
+            k = ops.rms_norm(k, layer.k_whole_norm, decoder.eps)
+        q, k, v = (part.unflatten(1, (-1, dim)) for part in (q, k, v))
         q = ops.rope_and_store(
             *(q, k, v, positions, decoder.cos_sin, slot_mapping, layer.keys, layer.values),
             *(decoder.interleaved, layer.q_norm, layer.k_norm, decoder.eps),
         )
         mixed = ops.paged_attention(
             *(q, layer.keys, layer.values, block_tables, query_start, seq_lens),
-            AttentionOptions(decoder.scale, layer.window, decoder.softcap),
+            AttentionOptions(decoder.scale, layer.window, decoder.softcap, sinks=layer.sinks),
         )
         hidden = ops.linear(mixed.view(mixed.shape[0], -1), layer.o)
         normed, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, decoder.eps)
-        hidden = ops.linear(gate(ops.linear(normed, layer.gate_up)), layer.down)
+        if layer.mixture is None:
+            hidden = ops.linear(gate(ops.linear(normed, layer.gate_up)), layer.down)
+        else:
+            hidden = run_mixture(ops, layer.mixture, normed)
     assert residual is not None
     return hidden, residual
+
+
+def run_mixture(ops: Any, m: Mixture, x: Tensor) -> Tensor:
+    """x [T, D] through each token's experts, with the functions of the module `ops`."""
+    logits = ops.linear(x, m.router, torch.float32)
+    weights, ids = ops.moe_route(
+        *(logits, m.top_k, m.scoring, m.renormalize, m.bias, m.num_groups, m.top_groups, m.scale)
+    )
+    return ops.fused_moe(x, weights, ids, m.experts)
 
 
 def run_by_op(decoder: Decoder, hidden: Tensor, *step: Tensor) -> tuple[Tensor, Tensor]:

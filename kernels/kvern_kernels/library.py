@@ -39,10 +39,7 @@ SIGNATURES: dict[str, list[type]] = {
     "kvern_gate": [c_int, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int],
     "kvern_copy_blocks": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64],
     "kvern_decoder": [c_int, c_void_p, c_int64, c_void_p],
-    "kvern_moe_route": [
-        *[c_int, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_void_p],
-        *[c_int64, c_int64, c_float, c_void_p, c_void_p],
-    ],
+    "kvern_moe_route": [c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "kvern_moe": [
         *[c_int, c_void_p, c_void_p, c_int64, c_int, c_int64],
         *[c_void_p, c_void_p, c_int64, c_void_p, c_void_p],

@@ -79,7 +79,7 @@ def moe_route(
     (0 < top_groups): a group's rank is its best score, or with a bias the sum of its two best. Weights are the
     scores without the bias, divided by their sum if `renormalize`, times `scale`.
     """
-    check_route(logits, top_k, scoring, num_groups, top_groups)
+    check_route(logits.shape[1], top_k, scoring, num_groups, top_groups)
     wide = logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else sigmoid(wide)
     choice = scores if bias is None else scores + bias.float()
@@ -97,9 +97,8 @@ def moe_route(
     return weights * scale, ids.int()
 
 
-def check_route(logits: Tensor, top_k: int, scoring: str, num_groups: int, top_groups: int) -> None:
+def check_route(experts: int, top_k: int, scoring: str, num_groups: int, top_groups: int) -> None:
     """Raises ValueError on arguments that moe_route can't follow."""
-    experts = logits.shape[1]
     if scoring not in SCORING:
         raise ValueError(f"unknown router scoring {scoring!r}: use one of {', '.join(SCORING)}")
     if num_groups < 1 or experts % num_groups or not 1 <= top_groups <= num_groups:

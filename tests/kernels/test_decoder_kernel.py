@@ -7,7 +7,7 @@ from kvern_kernels import cpu, decoder, reference
 
 
 def make(
-    backend, dtype: torch.dtype, qk_norm: bool, gguf: bool
+    backend, dtype: torch.dtype, qk_norm: bool, gguf: bool, mixed: bool = False
 ) -> tuple[decoder.Decoder, list[decoder.DecoderLayer]]:
     torch.manual_seed(2)
     width, heads, kv_heads, dim, inner = 96, 6, 2, 32, 160
@@ -19,8 +19,14 @@ def make(
             return backend.pack_gguf(blocks.flatten(1), "Q8_0", torch.randn(n) * 0.1)
         return backend.pack_linear((torch.randn(n, k) * k**-0.5).to(dtype), torch.randn(n) * 0.1)
 
+    def mixture() -> decoder.Mixture:
+        pairs = [(weights(2 * inner, width), weights(width, inner)) for _ in range(5)]
+        experts = backend.pack_experts([up for up, _ in pairs], [down for _, down in pairs])
+        return decoder.Mixture(weights(5, width), experts, 2, "sigmoid", bias=torch.randn(5), scale=1.5)
+
     layers = []
     for window in (0, 5, 0):
+        whole = mixed and window == 0  # the layer between is like those of other tests
         norms = [torch.rand(n).to(dtype) + 0.5 for n in (width, width, dim, dim)]
         layers.append(
             decoder.DecoderLayer(
@@ -28,12 +34,16 @@ def make(
                 weights((heads + 2 * kv_heads) * dim, width),
                 weights(width, heads * dim),
                 norms[1],
-                weights(2 * inner, width),
-                weights(width, inner),
+                None if whole else weights(2 * inner, width),
+                None if whole else weights(width, inner),
                 *backend.new_kv_cache(8, kv_heads, 16, dim, dtype),
                 norms[2] if qk_norm else None,
                 norms[3] if qk_norm else None,
                 window,
+                mixture() if whole else None,
+                torch.rand(heads * dim).to(dtype) + 0.5 if whole else None,
+                torch.rand(kv_heads * dim).to(dtype) + 0.5 if whole else None,
+                torch.randn(heads) if whole else None,
             )
         )
     return backend.pack_decoder(layers, torch.randn(64, dim), heads, 1e-5, dim**-0.5), layers
@@ -69,12 +79,12 @@ def steps(dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("gguf", [False, True])
-def test_one_call_is_the_ops_one_by_one(dtype: torch.dtype, qk_norm: bool, gguf: bool) -> None:
-    fused, layers = make(cpu, dtype, qk_norm, gguf)
-    single, _ = make(cpu, dtype, qk_norm, gguf)
-    plain, _ = make(reference, dtype, qk_norm, gguf)
-    wide, _ = make(reference, torch.float32, qk_norm, gguf)
+@pytest.mark.parametrize(("gguf", "mixed"), [(False, False), (True, False), (False, True)])
+def test_one_call_is_the_ops_one_by_one(dtype: torch.dtype, qk_norm: bool, gguf: bool, mixed: bool) -> None:
+    fused, layers = make(cpu, dtype, qk_norm, gguf, mixed)
+    single, _ = make(cpu, dtype, qk_norm, gguf, mixed)
+    plain, _ = make(reference, dtype, qk_norm, gguf, mixed)
+    wide, _ = make(reference, torch.float32, qk_norm, gguf, mixed)
     assert fused.structs is not None
     for step in steps(dtype):
         given = step[0].clone()

@@ -90,7 +90,7 @@ def moe_route(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See reference_moe.moe_route. A row with a NaN gets ids in range and weights that are NaN."""
-    reference_moe.check_route(logits, top_k, scoring, num_groups, top_groups)
+    reference_moe.check_route(logits.shape[1], top_k, scoring, num_groups, top_groups)
     logits = dense(logits)
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)

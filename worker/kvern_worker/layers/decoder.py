@@ -1,4 +1,5 @@
-"""A decoder put together from layers, run op by op. (``kernels.run_decoder`` runs a Llama's in one call.)
+"""A decoder put together from layers, run op by op; where all blocks are of a kind that ``kernels.run_decoder`` knows, it
+runs them in one call, with the same bits (layers/stack.py).
 
 ::
 
@@ -21,12 +22,9 @@ from torch import Tensor
 import kvern_kernels as kernels
 from kvern_worker.config import DecoderConfig
 from kvern_worker.layers.attention import StepInputs
-from kvern_worker.layers.norm import Norm, load_rms_norm
+from kvern_worker.layers.norm import Norm, load_rms_norm, no_norm
+from kvern_worker.layers.stack import pack_stack, run_stack
 from kvern_worker.weights.loader import WeightLoader
-
-
-def no_norm(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,15 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """``embedding`` [vocab, hidden]; ``positions`` [positions, hidden] where they are learned. A model in the sense
-    of models/registry.py."""
+    """``embedding`` [vocab, hidden]; ``positions`` [positions, hidden] where they are learned; ``stack``: the blocks as
+    one op, or None. A model in the sense of models/registry.py."""
 
     embedding: Tensor
     blocks: list[Block]
     norm: Norm
     head: kernels.PackedLinear
     positions: Tensor | None = None
+    stack: kernels.Decoder | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -73,6 +72,8 @@ class Decoder:
             hidden = hidden * self.embedding_scale
         if self.positions is not None:
             hidden = hidden + self.positions.index_select(0, step.positions)
+        if self.stack is not None:
+            return torch.add(*run_stack(self.stack, hidden, step))
         for block in self.blocks:
             hidden = block(hidden, step)
         return hidden
@@ -114,7 +115,7 @@ def load_decoder(
         *(partial(block, layer) for layer in range(config.num_layers)),
     )
     loader.finish(*ignored, *([f"{head}.weight"] if config.tie_word_embeddings else []))
-    return Decoder(table, blocks, last, packed, **options)
+    return Decoder(table, blocks, last, packed, stack=pack_stack(blocks), **options)
 
 
 def load_pre_norm_block(

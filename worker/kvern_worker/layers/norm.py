@@ -18,6 +18,10 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+def no_norm(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
     """``weight`` [D] float32. (arXiv 1910.07467)"""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvern_worker.config import DecoderConfig, HfConfig, RopeConfig, decoder_fields, parse_rope, windows_of
 from kvern_worker.layers.attention import KvCache
-from kvern_worker.layers.decoder import Block, Decoder, load_decoder, no_norm
+from kvern_worker.layers.decoder import Block, Decoder, load_decoder
 from kvern_worker.layers.mlp import load_gated_mlp
-from kvern_worker.layers.norm import RmsNorm, load_rms_norm
+from kvern_worker.layers.norm import RmsNorm, load_rms_norm, no_norm
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader

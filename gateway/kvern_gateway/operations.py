@@ -6,8 +6,9 @@ from typing import Any
 
 import grpc.aio
 
+from kvern.errors import KvernError
+from kvern.v1 import error_pb2, operations_pb2_grpc
 from kvern.v1 import operations_pb2 as pb
-from kvern.v1 import operations_pb2_grpc
 from kvern_gateway.gateway import Gateway
 from kvern_gateway.keys import current
 
@@ -34,6 +35,23 @@ async def list_timelines(gateway: Gateway, limit: int) -> pb.ListTimelinesRespon
     return answer
 
 
+async def set_logging(gateway: Gateway, request: pb.SetLoggingRequest) -> pb.SetLoggingResponse:
+    """Raises KvernError UNIMPLEMENTED where tenants must not do it."""
+    operators_only(gateway, "logging")
+    answer: pb.SetLoggingResponse = await gateway.client.operate("SetLogging", request)
+    return answer
+
+
+def operators_only(gateway: Gateway, what: str) -> None:
+    """Raises KvernError UNIMPLEMENTED."""
+    if gateway.keys.required:
+        raise KvernError(
+            error_pb2.ERROR_CODE_UNIMPLEMENTED,
+            f"{what} concerns all tenants, and this gateway asks each for its key; call the scheduler's own "
+            "kvern.v1.OperationsService instead",
+        )
+
+
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -45,6 +63,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: pb.ListTimelinesRequest, context: Context
     ) -> pb.ListTimelinesResponse:
         return await list_timelines(self._gateway, request.limit)
+
+    async def SetLogging(self, request: pb.SetLoggingRequest, context: Context) -> pb.SetLoggingResponse:
+        return await set_logging(self._gateway, request)
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: Context) -> Any:
         return await self._gateway.client.operate("GetBlocks", request)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from kvern.rpc import spellings, tls, tracing
+from kvern.rpc import logs, spellings, tls, tracing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import port
 from kvern.rpc.server import Server, stop_on_signals
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    logs.add_flags(parser)
     parser.add_argument(
         "--api-key",
         nargs="+",
@@ -340,9 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = spellings.parse(parser, argv)
     arguments.tracing = tracing.from_flags(parser, arguments, "kvern-gateway")
     arguments.tls, arguments.ssl = tls.from_flags(parser, arguments), public_tls(parser, arguments)
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    logs.configure(arguments)
     with contextlib.suppress(KeyboardInterrupt):
         try:
             sys.exit(uvloop.run(serve(arguments)))

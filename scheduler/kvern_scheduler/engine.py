@@ -24,6 +24,7 @@ from kvern_scheduler.core.journal import MAX_REQUESTS, Journal
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.planner import plan_step
 from kvern_scheduler.core.requests import MAX_CHOICES, Request, Sequence, State
+from kvern_scheduler.event_log import EventLog
 from kvern_scheduler.metrics import Metrics
 from kvern_scheduler.sessions import Session
 from kvern_scheduler.subscriptions import Subscriptions
@@ -54,7 +55,8 @@ class Engine:
         self.cell = Cell(limits, self.journal)
         self.metrics = metrics
         # Told of each sequence whose end is committed.
-        self.ended: list[Callable[[Sequence], None]] = [metrics.finished]
+        self.events = EventLog()
+        self.ended: list[Callable[[Sequence], None]] = [metrics.finished, self.events.ended]
         self.timings = Timings()
         self.retention_s = retention_s
         self.orphan_grace_s = orphan_grace_s
@@ -91,6 +93,7 @@ class Engine:
             return
         self._claim(request, pb.asked_unix_ms)
         if new:
+            self.events.admitted(request)
             self.subscriptions.make_room(self.cell.num_rows)
             for sequence in request.sequences:
                 self.subscriptions.begin(sequence, 0)
@@ -238,6 +241,8 @@ class Engine:
         self.journal.stepped(group.index, plan, waiting, *times)
         group.num_images += pb.num_images
         group.num_images_cached += pb.num_images_cached
+        if self.events.steps:
+            self.events.stepped(group, plan, pb)
 
     def transferred(self, group: Group, pb: worker_pb2.TransferDone) -> None:
         """Blocks have come to where they were sent, or not. Raises ProtocolError where nobody sent them."""

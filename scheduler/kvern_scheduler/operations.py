@@ -66,6 +66,16 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
             ]
         )
 
+    async def SetLogging(
+        self, request: operations_pb2.SetLoggingRequest, context: Context
+    ) -> operations_pb2.SetLoggingResponse:
+        events = self._leading().events
+        if request.HasField("requests"):
+            events.requests = request.requests
+        if request.HasField("steps"):
+            events.steps = request.steps
+        return operations_pb2.SetLoggingResponse(requests=events.requests, steps=events.steps)
+
     async def GetCellStatus(
         self, request: operations_pb2.GetCellStatusRequest, context: Context
     ) -> operations_pb2.GetCellStatusResponse:

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from kvern.rpc import spellings, tls, tracing
+from kvern.rpc import logs, spellings, tls, tracing
 from kvern.rpc.channel import create_channel
 from kvern.rpc.flags import dialable, lora_module, not_negative, port, positive, redis_url
 from kvern.rpc.metrics import serve_metrics
@@ -108,7 +108,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
     parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
-    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument(
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a record when a request is admitted and when it ends; no text and no tokens",
+    )
+    parser.add_argument(
+        "--enable-logging-iteration-details",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a record of each step; `kvern logging` switches both while it runs",
+    )
+    logs.add_flags(parser)
     tls.add_flags(parser)
     tracing.add_flags(parser)
     args = spellings.parse(parser, argv)
@@ -187,6 +199,8 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             max_timelines=args.max_timelines,
         )
         metrics.watch(engine)
+        engine.events.requests = args.enable_log_requests
+        engine.events.steps = args.enable_logging_iteration_details
         if args.tracing is not None:
             engine.ended.append(Traces(args.tracing).finished)
         engine.committer = Committer(
@@ -288,11 +302,7 @@ def _calm_gc() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure(args)
     try:
         uvloop.run(serve(args, make_store(args)))
     except Fenced as error:

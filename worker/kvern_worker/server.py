@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
-from kvern.rpc import spellings, tls
+from kvern.rpc import logs, spellings, tls
 from kvern.rpc.flags import fraction, positive, size
 from kvern_worker import quantization, service
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
@@ -176,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
+    logs.add_flags(parser)
     tls.add_flags(parser)
     return parser
 
@@ -238,9 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Compute threads otherwise spin for milliseconds after each operation, on cores that gateway and scheduler need
     # (measured with busy cores: five times slower steps). Read when torch loads its OpenMP runtime.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    logs.configure(args)
     with contextlib.suppress(ImportError):
         import uvloop
 

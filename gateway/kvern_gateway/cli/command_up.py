@@ -75,6 +75,16 @@ def up(
         str | None,
         typer.Option(help="Where spans of requests go, OTLP over HTTP: http://host:4318/v1/traces"),
     ] = None,
+    max_timelines: Annotated[
+        int | None, typer.Option(min=0, help="Requests that `kvern explain` knows [default: 4096]")
+    ] = None,
+    enable_log_requests: Annotated[
+        bool | None, typer.Option(help="The scheduler logs each request; see `kvern logging`")
+    ] = None,
+    enable_logging_iteration_details: Annotated[
+        bool | None, typer.Option(help="The scheduler logs each step; see `kvern logging`")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="auto (as --dtype), fp32, bf16, fp16, fp8, fp8_e5m2, int8")

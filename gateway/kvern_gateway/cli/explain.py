@@ -33,6 +33,24 @@ def explain(
         fail(error)
 
 
+def logging(
+    requests: Annotated[
+        bool | None, typer.Option(help="A record when one is admitted and when it ends")
+    ] = None,
+    steps: Annotated[bool | None, typer.Option(help="A record of each step")] = None,
+    base_url: BaseUrl = LOCAL,
+    api_key: ApiKey = None,
+) -> None:
+    """Switch the scheduler's records of requests and steps, and say what is on."""
+    asked = {"requests": requests, "steps": steps}
+    try:
+        wanted = {name: value for name, value in asked.items() if value is not None}
+        state = Api(base_url, api_key).post("/v1/logging", wanted, 10.0)
+    except (ValueError, ConnectionError) as error:
+        fail(error)
+    print("  ".join(f"{name}: {'on' if on else 'off'}" for name, on in state.items()))
+
+
 def newest(api: Api) -> str:
     heads = api.json("/v1/requests?limit=1")["data"]
     if not heads:

@@ -71,6 +71,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "sim_step_us",
         "sim_num_blocks",
         "sim_vocab_size",
+        "log_format",
     ),
     "scheduler": (
         "max_num_batched_tokens",
@@ -84,6 +85,10 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_queued_requests",
         "max_queued_tokens",
         "otlp_traces_endpoint",
+        "max_timelines",
+        "enable_log_requests",
+        "enable_logging_iteration_details",
+        "log_format",
     ),
     "gateway": (
         "api_keys",
@@ -93,6 +98,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "mm_processor_kwargs",
         "allowed_media_domains",
         "allowed_local_media_path",
+        "log_format",
     ),
 }
 

@@ -21,7 +21,7 @@ from kvern_gateway.http.chat import chat_prompt, parse_chat
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
-from kvern_gateway.http.operations import Blocks, Status, TimelineJson, Timelines, TimelineSvg
+from kvern_gateway.http.operations import Blocks, Status, TimelineJson, Timelines, TimelineSvg, set_logging
 from kvern_gateway.http.ui import UI_FILES, Ui
 from kvern_gateway.http.wire import (
     Receive,
@@ -71,6 +71,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         Route("/", ui, methods=get),
         Route("/ui", ui, methods=get),
         Route("/ui/{name}", ui, methods=get),
+        Route("/v1/logging", cold(set_logging), methods=post),
         Route("/health", _Health(gateway), methods=get),
         Route("/ping", _Health(gateway), methods=[*get, *post]),
         Route("/metrics", _MetricsRoute(gateway), methods=get),

@@ -16,6 +16,7 @@ from kvern_gateway.gateway import Gateway
 from kvern_gateway.http.wire import Receive, Scope, Send, send_bytes, send_error, send_json
 from kvern_gateway.timeline.picture import draw
 from kvern_gateway.timeline.words import Line, tell
+from kvern_gateway.validation import Fields
 
 SVG = b"image/svg+xml"
 
@@ -96,6 +97,13 @@ class Status(_Route):
             "inter_token": metrics.inter_token.totals,
         }
         await send_json(scope, send, {**status, "gateway": counters})
+
+
+async def set_logging(gateway: Gateway, values: dict[str, Any]) -> dict[str, Any]:
+    """``{"requests": true, "steps": false}``; what is absent stays."""
+    fields = Fields(values)
+    wanted = {name: fields.boolean(name) for name in ("requests", "steps") if name in values}
+    return as_json(await operations.set_logging(gateway, pb.SetLoggingRequest(**wanted)))
 
 
 def as_json(message: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ RENAMED = {
 
 IMPLIED = {
     "--enable-chunked-prefill": "prompts are always computed in chunks of at most --max-num-batched-tokens",
-    "--disable-log-requests": "requests are not logged",
+    "--disable-log-requests": "requests are logged only with --enable-log-requests",
     "--lora-extra-vocab-size": "adapters with a vocabulary of their own are refused",
 }
 """Accepted without effect: why."""

@@ -109,6 +109,57 @@ WAIT_REASON_STEP: WaitReason.ValueType  # 6
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
 
 @_typing.final
+class SetLoggingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.bool
+    steps: _builtins.bool
+    def __init__(
+        self,
+        *,
+        requests: _builtins.bool | None = ...,
+        steps: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "_steps", b"_steps", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "_steps", b"_steps", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___SetLoggingRequest: _TypeAlias = SetLoggingRequest  # noqa: Y015
+
+@_typing.final
+class SetLoggingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.bool
+    steps: _builtins.bool
+    def __init__(
+        self,
+        *,
+        requests: _builtins.bool = ...,
+        steps: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLoggingResponse: _TypeAlias = SetLoggingResponse  # noqa: Y015
+
+@_typing.final
 class GetTimelineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -56,6 +56,11 @@ class OperationsServiceStub:
                 request_serializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.FromString,
                 _registered_method=True)
+        self.SetLogging = channel.unary_unary(
+                '/kvern.v1.OperationsService/SetLogging',
+                request_serializer=kvern_dot_v1_dot_operations__pb2.SetLoggingRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_operations__pb2.SetLoggingResponse.FromString,
+                _registered_method=True)
 
 
 class OperationsServiceServicer:
@@ -91,6 +96,14 @@ class OperationsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLogging(self, request, context):
+        """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
+        that asks for keys refuses it: such records show all tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +126,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetCellStatus,
                     request_deserializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.SerializeToString,
+            ),
+            'SetLogging': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogging,
+                    request_deserializer=kvern_dot_v1_dot_operations__pb2.SetLoggingRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_operations__pb2.SetLoggingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +243,33 @@ class OperationsService:
             '/kvern.v1.OperationsService/GetCellStatus',
             kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.SerializeToString,
             kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogging(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.OperationsService/SetLogging',
+            kvern_dot_v1_dot_operations__pb2.SetLoggingRequest.SerializeToString,
+            kvern_dot_v1_dot_operations__pb2.SetLoggingResponse.FromString,
             options,
             channel_credentials,
             insecure,

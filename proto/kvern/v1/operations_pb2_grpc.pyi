@@ -43,6 +43,10 @@ class OperationsServiceStub:
     """What each KV block is used for at this moment."""
     GetCellStatus: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetCellStatusRequest, _operations_pb2.GetCellStatusResponse]
     """As SchedulerService.GetStatus."""
+    SetLogging: _grpc.UnaryUnaryMultiCallable[_operations_pb2.SetLoggingRequest, _operations_pb2.SetLoggingResponse]
+    """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
+    that asks for keys refuses it: such records show all tenants.
+    """
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
@@ -59,6 +63,10 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """What each KV block is used for at this moment."""
     GetCellStatus: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetCellStatusRequest, _operations_pb2.GetCellStatusResponse]  # type: ignore[assignment]
     """As SchedulerService.GetStatus."""
+    SetLogging: _aio.UnaryUnaryMultiCallable[_operations_pb2.SetLoggingRequest, _operations_pb2.SetLoggingResponse]  # type: ignore[assignment]
+    """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
+    that asks for keys refuses it: such records show all tenants.
+    """
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """What runs, and what ran: for operators. The scheduler answers for all tenants; a gateway passes calls on, and where
@@ -96,5 +104,15 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.GetCellStatusResponse, _abc.Awaitable[_operations_pb2.GetCellStatusResponse]]:
         """As SchedulerService.GetStatus."""
+
+    @_abc_1.abstractmethod
+    def SetLogging(
+        self,
+        request: _operations_pb2.SetLoggingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.SetLoggingResponse, _abc.Awaitable[_operations_pb2.SetLoggingResponse]]:
+        """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
+        that asks for keys refuses it: such records show all tenants.
+        """
 
 def add_OperationsServiceServicer_to_server(servicer: OperationsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

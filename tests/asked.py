@@ -255,6 +255,11 @@ ROWS: dict[str, list[Row]] = {
             "`kvern top`; the page at the gateway's `/`",
             ("e2e/test_ui.py",),
         ),
+        Row(
+            "start, request and step logs",
+            "`--log-format`, `--enable-log-requests`, `--enable-logging-iteration-details`, `kvern logging`",
+            ("scheduler/test_event_log.py", "worker/test_start_log.py"),
+        ),
         Row("profiler", "", missing="`kvern profile`"),
     ],
     "Deployment": [

@@ -16,8 +16,10 @@ from typing import Protocol
 import torch
 
 from kvern.errors import invalid
+from kvern.rpc import logs
 from kvern.v1 import model_pb2
 from kvern_kernels import kv_cache
+from kvern_worker import start_log
 from kvern_worker.adapters.library import AdapterLibrary
 from kvern_worker.adapters.slots import AdapterSlots
 from kvern_worker.config import unsupported
@@ -99,6 +101,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     _validate(options)
     device = _open_device(options.device)
     threads = options.threads or physical_cores()
+    start_log.opened(device, threads)
     with _phase("open", model=options.model):
         checkpoint = open_checkpoint(
             *(options.model, options.load_format),
@@ -216,6 +219,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
     if isinstance(model, Seeing):
         cached = int(options.mm_processor_cache_gb * GIB)
         images = BatchImages(model, dtype, checkpoint.path, max_num_seqs, cached)
+    start_log.warn_of_low_memory(device)
     return ModelExecutor(
         *(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read),
         device=device,
@@ -396,5 +400,4 @@ def _phase(name: str, **fields: object) -> Iterator[dict[str, object]]:
     """Logs ``phase=NAME seconds=… key=value…`` when the block is over; the block may add fields."""
     started = time.perf_counter()
     yield fields
-    rest = " ".join(f"{key}={value}" for key, value in fields.items())
-    log.info("phase=%s seconds=%.3f %s", name, time.perf_counter() - started, rest)
+    logs.event(log, f"phase={name}", seconds=round(time.perf_counter() - started, 3), **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -53,3 +54,12 @@ def has_fast_bfloat16() -> bool:
         return False
     names = ("bf16",) if platform.machine() == "aarch64" else ("avx512_bf16", "amx_bf16", "avx_ne_convert")
     return any(f" {name} " in flags.replace("\n", " ") for name in names)
+
+
+def cpu_name() -> str:
+    """As the processor calls itself; its architecture where it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvern.errors import KvernError, invalid
 from kvern.rpc import logs, spellings, tls
 from kvern.rpc.flags import fraction, positive, size
-from kvern_worker import quantization, service
+from kvern_worker import quantization, service, start_log
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.sizing import parse_length
 
@@ -239,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # (measured with busy cores: five times slower steps). Read when torch loads its OpenMP runtime.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     logs.configure(args)
+    start_log.started(args)
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -322,7 +323,6 @@ def _choose_device(asked: str) -> str:
         from kvern_worker.gpu.device import open_gpu
 
         open_gpu()
-    logging.getLogger(__name__).info("phase=device device=%s", asked)
     return asked
 
 

@@ -217,7 +217,29 @@ ROWS: dict[str, list[Row]] = {
                 "e2e/test_embeddings.py::test_a_real_encoder_equals_transformers",
             ),
         ),
-        Row("`--limit-mm-per-prompt`, images", "", missing=REFUSED),
+        Row(
+            "images: LLaVA 1.5, LLaVA-NeXT, Qwen2.5-VL",
+            "`image_url` parts, gRPC `ContentPart`; equal to transformers from pixels to tokens",
+            (
+                "parity/test_vision_parity.py",
+                "parity/test_image_processors.py",
+                "worker/test_worker_images.py",
+                "e2e/test_images.py",
+            ),
+            "videos, audio, other towers; quantized checkpoints of these families; an encoder budget for a step",
+        ),
+        Row(
+            "`image_processor`, `max_image_size`, `image_input_type`",
+            "the checkpoint's image processor; `--mm-processor-kwargs`, `--limit-mm-per-prompt`, `--mm-processor-cache-gb` "
+            "(of what the tower has made)",
+            ("gateway/test_images.py", "worker/test_worker_images.py", "contract/test_spellings.py"),
+            "`--mm-encoder-tp-mode`, `--media-io-kwargs`",
+        ),
+        Row(
+            "`--allowed-media-domains`, `--allowed-local-media-path`; SSRF and decompression bombs refused",
+            "the same; private addresses are never asked",
+            ("gateway/test_images.py",),
+        ),
     ],
     "Logs, metrics, benchmarks": [
         Row(

@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvern.media import without_pixels
 from kvern_scheduler.convert import finish_to_pb, pack_logprobs, submission_to_pb
 from kvern_scheduler.core.changes import Changes, Indexed, Tokens
+from kvern_scheduler.core.requests import Request
 from kvern_scheduler.store.base import (
     CommitStatus,
     Delta,
@@ -223,6 +225,15 @@ def _mark_last(changes: Changes, delta: Delta) -> None:
         sequence.request.num_uncommitted -= 1
     for index in last.values():
         delta.finished[index].last = True
+        _drop_pixels(changes.finished[index].request, delta)
+
+
+def _drop_pixels(request: Request, delta: Delta) -> None:
+    """Of a request that ends nobody computes anything again: its images need not stay as long as it is readable."""
+    submission = request.submission
+    if submission.media:
+        submission.media = [without_pixels(item) for item in submission.media]
+        delta.requests.append((request.rid, submission_to_pb(submission).SerializeToString()))
 
 
 def _pack_tokens(batches: list[Tokens], delta: Delta) -> None:

@@ -1,6 +1,7 @@
 """Block hashes equal the published values of vLLM's `sha256_cbor` and chain as they should."""
 
 import hashlib
+from array import array
 
 import cbor2
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern import block_hash
+from kvern.v1.sampling_pb2 import SamplingParams
+from kvern_scheduler.core.requests import Request, Submission
 
 FIRST = "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749"
 SECOND = "c300ec275d7bf08af8fc63e76cdc0086911bbc7091e03c5cf892553bef84ef0c"
@@ -71,3 +74,27 @@ def test_blocks_of_any_size_are_hashed():
         value = (block_hash.ROOT_HASH, (7,) * size, None)
         expected = hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
         assert block_hash.hash_prompt([7] * size, size) == [expected]
+
+
+def test_images_key_the_blocks_that_hold_their_tokens():
+    """One over the boundary of two blocks, and another behind it: each by its content and where in the block it begins."""
+    tokens = np.arange(64, dtype=np.int32)
+    first, second = bytes(range(32)), bytes(32)
+    images = [(first, 10, 10), (second, 40, 2)]
+    expected, parent = [], block_hash.ROOT_HASH
+    for block, keys in enumerate(
+        ([("mm", first.hex(), 10)], [("mm", first.hex(), -6)], [("mm", second.hex(), 8)], None)
+    ):
+        ids = tokens[16 * block : 16 * block + 16].tolist()
+        parent = hashlib.sha256(cbor2.dumps([parent, ids, keys], canonical=True)).digest()
+        expected.append(parent)
+    assert block_hash.hash_prompt(tokens.tolist(), 16, images=images) == expected
+    # The scheduler's own, of a prompt that ends within the second block.
+    submission = Submission("x", "", b"", tokens[:20], SamplingParams(max_tokens=44), images=images)
+    sequence = Request(1, submission, 0.0).sequences[0]
+    sequence.output = array("i", tokens[20:].tobytes())
+    sequence.extend_hashes(1, 16)
+    sequence.extend_hashes(4, 16)
+    assert sequence.hashes == expected
+    chained = block_hash.hash_blocks([expected[0]], tokens[None, 16:32], [sequence.extra_keys(1, 16)])
+    assert chained == expected[1:2]

@@ -81,6 +81,10 @@ class VisionFamily:
     processor: Any
     inputs: str = ""
 
+    @property
+    def architecture(self) -> str:
+        return self.model_class
+
     def make(self) -> Any:
         torch.manual_seed(7)
         model = getattr(transformers, self.model_class)(self.config()).eval().float()

@@ -248,8 +248,8 @@ ROWS: dict[str, list[Row]] = {
             ("scheduler/test_scheduler_metrics.py", "gateway/test_gateway_process.py"),
         ),
         Row(
-            "pending tokens, executing, waiting",
-            "`kvern_pending_tokens` …",
+            "pending tokens, executing, waiting, gpu_utilization",
+            "`kvern_pending_tokens` …, `kvern_gpu_utilization`, `kvern_step_phase_seconds`",
             ("scheduler/test_scheduler_metrics.py", "deploy/test_observability.py"),
         ),
         Row(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvern_scheduler.engine import Engine
 
 
+WINDOW_S = 10.0
+"""What gauges of recent steps look back."""
+
+
 class Metrics:
     """One registry. Request metrics are observed at the end of a sequence; gauges are read when scraped."""
 
@@ -157,6 +161,7 @@ class Metrics:
         yield family(gauge, "kvern_cache_hit_rate", "Prompt tokens found, 0 to 1, since the start", rates)
         if any(len(g.adapters) for g in groups):
             yield from self._adapters(groups)
+        yield from self._collect_computing(groups)
         yield gauge("kvern_groups", "Worker groups that compute", value=len(groups))
         for name, ring in (
             ("plan", timings.plan),
@@ -226,6 +231,30 @@ class Metrics:
                 seconds.add_metric((model, index), traffic.seconds)
                 failed.add_metric((model, index), traffic.num_failed)
             yield from (moved, seconds, failed)
+
+    def _collect_computing(self, groups: list[Group]) -> Iterable[Metric]:
+        """What the workers said of the steps of the last seconds, one that took them all counting as such."""
+        assert self._engine is not None
+        busy = GaugeMetricFamily(
+            "kvern_gpu_utilization",
+            f"Share of the last {WINDOW_S:.0f} s that the worker computed, 0 to 1",
+            labels=LABELS,
+        )
+        phases = GaugeMetricFamily(
+            "kvern_step_phase_seconds", "Mean time of a step's phase, last seconds", labels=(*LABELS, "phase")
+        )
+        since = self._engine.clock() - WINDOW_S
+        steps = self._engine.journal.newest(since)
+        for group in groups:
+            labels = (self._labels[0], str(group.index))
+            own = steps[steps["group"] == group.index]
+            seconds = {name: own[f"{name}_us"] / 1e6 for name in ("wait", "prepare", "forward", "sample")}
+            computed = sum(float(seconds[name].sum()) for name in ("prepare", "forward", "sample"))
+            busy.add_metric(labels, min(1.0, computed / WINDOW_S))
+            for name, values in seconds.items():
+                phases.add_metric((*labels, name), float(values.mean()) if len(own) else 0.0)
+        yield busy
+        yield phases
 
     def _waiting_by_reason(self, groups: list[Group]) -> Metric:
         """Long prompts wait for others of their kind (``deferred``), all else for a slot or blocks."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from typing import Any
 
 import pytest
 from scheduler.scheduler_harness import Cluster
 
+from kvern_scheduler.metrics import WINDOW_S
 from kvern_scheduler.server import limits_of, parse_args
 
 PROMPT = list(range(30, 60))
@@ -86,3 +88,29 @@ def test_flags_become_limits() -> None:
 def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--listen", "a", "--worker", "b", *flags])
+
+
+async def test_utilization_and_phases_are_what_the_worker_measured(
+    cluster: Cluster, unused_tcp_port: int
+) -> None:
+    cluster.flags = ["--metrics-port", str(unused_tcp_port)]
+    await cluster.start()
+    executor = cluster.workers[0].executor
+    run = executor.run
+
+    def slower(plan: Any) -> Any:
+        result = run(plan)
+        result.prepare_us, result.forward_us, result.sample_us = 1000, 200_000, 3000
+        return result
+
+    executor.run = slower  # type: ignore[method-assign]
+    gateway = await cluster.gateway()
+    await gateway.submit(1, PROMPT, 9)
+    await gateway.finish(1)
+    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+    text = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = 'engine="0",model_name="sim"'
+    assert float(samples[f"kvern_gpu_utilization{{{label}}}"]) == pytest.approx(9 * 0.204 / WINDOW_S)
+    assert float(samples[f'kvern_step_phase_seconds{{{label},phase="forward"}}']) == pytest.approx(0.2)
+    assert float(samples[f'kvern_step_phase_seconds{{{label},phase="sample"}}']) == pytest.approx(0.003)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvern_gateway.cli import bench_engine, bench_load, bench_tiers, command_up, explain, top
+from kvern_gateway.cli import bench_engine, bench_load, bench_observe, bench_tiers, command_up, explain, top
 from kvern_gateway.cli.command_up import Fsync, Store
 from kvern_gateway.cli.report import fail, print_result, run_fast
 
@@ -30,6 +30,7 @@ app.command("explain")(explain.explain)
 app.command("top")(top.top)
 app.command("logging")(explain.logging)
 bench.command("engine")(bench_engine.engine)
+bench.command("observe")(bench_observe.observe)
 bench.command("tiers")(bench_tiers.tiers)
 bench.command("overload")(bench_load.overload)
 bench.command("slow-clients")(bench_load.slow_clients)

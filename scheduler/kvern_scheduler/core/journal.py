@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 4096
 MAX_STEPS = 65_536
+MAX_NEWEST = 4096
 MAX_EVENTS = 512
 """Of one sequence; later chunks and preemptions are not kept."""
 
@@ -163,6 +164,13 @@ class Journal:
         if count <= size:
             return self._rows[:count].copy()
         return np.roll(self._rows, -(count % size))
+
+    def newest(self, since: float) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """Of the newest MAX_NEWEST rows those that were folded after ``since``, in no order."""
+        size = len(self._rows)
+        places = np.arange(max(0, self.num_steps - min(MAX_NEWEST, size)), self.num_steps) % size
+        rows = self._rows[places]
+        return rows[rows["folded"] > since]
 
     def find(self, request_id: str, tenant: str | None) -> Record | None:
         """Of any tenant, where ``tenant`` is None: the newest of that name."""

@@ -76,18 +76,32 @@ ROWS: dict[str, list[Row]] = {
         ),
     ],
     "Parallelism": [
-        Row("`--tensor-parallel-size`", "", missing=REFUSED),
+        Row(
+            "`--tensor-parallel-size`",
+            "ranks over gloo, each sent every plan; Llama, Mistral, Qwen2/3, Gemma, Phi-3, Granite, Mixtral, Qwen-MoE",
+            ("worker/test_worker_groups.py",),
+            "other families; NCCL",
+        ),
         Row("`--pipeline-parallel-size`", "", missing=REFUSED),
         Row(
             "`--data-parallel-size`",
-            "several `--worker` of one scheduler, routed by cached prefix and load",
-            ("scheduler/test_scheduler_service.py",),
-            "the flag itself; measured balance",
+            "of `kvern up`; or several `--worker` of one scheduler; routed by cached prefix and load",
+            ("scheduler/test_scheduler_service.py", "cli/test_settings.py"),
+            "measured balance",
         ),
-        Row("`--enable-expert-parallel`, `moe_expert_parallel_size`", "", missing=REFUSED),
+        Row(
+            "`--enable-expert-parallel`, `moe_expert_parallel_size`",
+            "over the tensor parallel ranks, which see the same tokens and add up",
+            ("worker/test_worker_groups.py",),
+            "over data parallel groups; all-to-all",
+        ),
         Row("`--decode-context-parallel-size`, `context_parallel_size`", "", missing=REFUSED),
         Row("`--dcp-comm-backend`", "", missing=REFUSED),
-        Row("`--master-addr`, `--master-port`, `--nnodes`", "", missing=REFUSED),
+        Row(
+            "`--master-addr`, `--master-port`, `--nnodes`",
+            "errors that name the rank, port or value at fault within 10 s",
+            ("worker/test_worker_groups.py",),
+        ),
     ],
     "KV cache": [
         Row(

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from kvern.errors import KvernError
 from kvern.rpc.metrics import COUNTS, LABELS, REQUEST_SECONDS, TOKENS
-from kvern.v1 import error_pb2
+from kvern.v1 import error_pb2, worker_pb2
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.core.plan import Plan
 from kvern_scheduler.core.requests import Sequence
@@ -37,6 +37,8 @@ class Metrics:
         # Counted at every step, so in plain numbers: a library's histogram costs a lock and a few calls.
         self._steps_by_tokens = [0] * (len(TOKENS) + 1)
         self._computed_tokens = 0
+        # By group: microseconds of its steps in collectives, and outside of them.
+        self._communicated: dict[int, list[int]] = {}
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(f"vllm:{name}", text, LABELS, buckets=tuple(buckets), registry=self.registry)
@@ -89,6 +91,12 @@ class Metrics:
 
     def adapter_failed(self) -> None:
         self._adapter_failures.labels(*self._labels).inc()
+
+    def communicated(self, group: int, result: worker_pb2.StepResult) -> None:
+        """What a step of several ranks spent on talking to each other."""
+        sums = self._communicated.setdefault(group, [0, 0])
+        sums[0] += result.comm_us
+        sums[1] += max(0, result.forward_us + result.sample_us - result.comm_us)
 
     def refused(self, error: KvernError) -> None:
         reason = error_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
@@ -162,6 +170,13 @@ class Metrics:
         if any(len(g.adapters) for g in groups):
             yield from self._adapters(groups)
         yield from self._collect_computing(groups)
+        ratios = [comm / compute if compute else 0.0 for comm, compute in map(self._communication, groups)]
+        yield family(
+            gauge,
+            "kvern_comm_compute_ratio",
+            "Time in collectives of ranks, over time outside of them",
+            ratios,
+        )
         yield gauge("kvern_groups", "Worker groups that compute", value=len(groups))
         for name, ring in (
             ("plan", timings.plan),
@@ -255,6 +270,10 @@ class Metrics:
                 phases.add_metric((*labels, name), float(values.mean()) if len(own) else 0.0)
         yield busy
         yield phases
+
+    def _communication(self, group: Group) -> tuple[int, int]:
+        comm, compute = self._communicated.get(group.index, (0, 0))
+        return comm, compute
 
     def _waiting_by_reason(self, groups: list[Group]) -> Metric:
         """Long prompts wait for others of their kind (``deferred``), all else for a slot or blocks."""

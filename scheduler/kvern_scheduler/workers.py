@@ -29,6 +29,7 @@ from kvern_scheduler.convert import plan_to_pb
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.group import Group
 from kvern_scheduler.engine import Engine
+from kvern_scheduler.ranks import CALL_ERRORS, RankCalls, WorkerLost, rank_targets
 from kvern_scheduler.store.base import IndexEntries, StoreUnavailable
 
 HEARTBEAT_S = 0.25
@@ -39,13 +40,6 @@ STEP_TIMEOUT_S = 120.0
 HASH = np.dtype("V32")
 
 log = logging.getLogger(__name__)
-# What reading or writing a call that is over raises.
-CALL_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
-
-
-class WorkerLost(Exception):
-    """The worker died, froze, or said something impossible."""
 
 
 class Worker:
@@ -74,9 +68,9 @@ class Worker:
         # Where it takes adapters.
         self.host: AdapterHost | None = None
         self._filler: SlotFiller | None = None
-        self._call: Any = None
+        self._calls: RankCalls
+        self._attempt = 0
         self._writing = False
-        self._heard = False
         self._last_sent = 0.0
         self._last_result = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,18 +103,24 @@ class Worker:
         description = await self._wait_until_ready(stub)
         # Before the call, whose other end must not seem silent meanwhile. Nobody commits to this index any more.
         entries = await self._committed_index(description.instance_id)
-        self._call = stub.Execute()  # type: ignore[call-arg]  # the stubs want an iterator
-        watch = asyncio.create_task(self._watch())
-        try:
-            await self._claim(stub, description, entries)
-            await self._receive()
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                raise
-            raise WorkerLost("silent for too long, or a step took too long") from None
-        finally:
-            watch.cancel()
-            self._call.cancel()
+        self._attempt += 1
+        async with contextlib.AsyncExitStack() as stack:
+            stubs = [stub]
+            for target in rank_targets(self.address, description)[1:]:
+                channel = await stack.enter_async_context(self._dial(target))
+                stubs.append(worker_pb2_grpc.WorkerServiceStub(channel))
+            self._calls = RankCalls(stubs, description.sampling_rank)
+            watch = asyncio.create_task(self._watch())
+            try:
+                await self._claim(stub, description, entries)
+                await self._receive()
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                raise WorkerLost("silent for too long, or a step took too long") from None
+            finally:
+                watch.cancel()
+                self._calls.cancel()
 
     async def _wait_until_ready(self, stub: Any) -> worker_pb2.DescribeResponse:
         phase = None
@@ -144,9 +144,10 @@ class Worker:
         known = self.group
         same = known is not None and self.instance_id == description.instance_id
         step = known.step if same and known is not None else 0
-        await self._write([worker_pb2.StepPlan(epoch=self._epoch, step=step)])
-        while not (await self._read()).results:
+        await self._write([worker_pb2.StepPlan(epoch=self._epoch, step=step, attempt=self._attempt)])
+        while not (await self._calls.read()).results:
             pass
+        await self._calls.all_ran()
         inventory = await stub.GetInventory(worker_pb2.GetInventoryRequest(), timeout=5.0)
         if inventory.instance_id != description.instance_id:
             raise WorkerLost("it was replaced by another instance meanwhile")
@@ -223,20 +224,12 @@ class Worker:
                 pool.restore(blocks, hashes, entries.generations[valid])
             first = end
 
-    async def _read(self) -> worker_pb2.ExecuteResponse:
-        response = await self._call.read()
-        if response is EOF:
-            # Raises what the worker ended the stream with.
-            raise WorkerLost(f"it ended the stream: {await self._call.details()}")
-        self._heard = True
-        return response  # type: ignore[no-any-return]
-
     async def _receive(self) -> None:
         """Folds results and sends the next plans, until the worker is lost."""
         engine, group, timings = self._engine, self.group, self._engine.timings
         assert group is not None
         while True:
-            response = await self._read()
+            response = await self._calls.read()
             if not response.results and not response.transfers:
                 continue
             try:
@@ -244,6 +237,8 @@ class Worker:
                     engine.transferred(group, done)
                 for result in response.results:
                     engine.fold(group, result)
+                    if result.comm_us:
+                        engine.metrics.communicated(group.index, result)
                     now = time.perf_counter()
                     if self._last_result:
                         timings.step.add(now - self._last_result)
@@ -280,7 +275,9 @@ class Worker:
             plan = self._engine.plan(self.group)
             if plan is None:
                 break
-            plans.append(plan_to_pb(plan, self._epoch))
+            message = plan_to_pb(plan, self._epoch)
+            message.attempt = self._attempt
+            plans.append(message)
         if self._filler is not None:
             self._filler.start()
         return plans
@@ -296,13 +293,12 @@ class Worker:
 
     async def _write(self, plans: list[worker_pb2.StepPlan]) -> None:
         self._last_sent = time.monotonic()
-        await self._call.write(worker_pb2.ExecuteRequest(plans=plans))
+        await self._calls.write(worker_pb2.ExecuteRequest(plans=plans))
 
     async def _watch(self) -> None:
         """Heartbeats, and cancels the call of a worker that is silent or stuck in a step."""
         stuck_since = time.monotonic()
-        step, silent = -1, 0
-        self._heard = True
+        step = -1
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
@@ -311,16 +307,14 @@ class Worker:
             # Until the claim is answered, it is what takes its time: its answer may be lost like a step's.
             if self.ready and (oldest is None or oldest != step):
                 step, stuck_since = (-1 if oldest is None else oldest), now
-            silent = 0 if self._heard else silent + 1
-            self._heard = False
-            if silent >= SILENT_BEATS or now - stuck_since > STEP_TIMEOUT_S:
-                self._call.cancel()
+            if self._calls.beat() >= SILENT_BEATS or now - stuck_since > STEP_TIMEOUT_S:
+                self._calls.cancel()
                 return
             if now - self._last_sent >= HEARTBEAT_S * 0.9 and not self._writing and self.ready:
                 self._writing = True
                 try:
                     self._last_sent = now
-                    await self._call.write(worker_pb2.ExecuteRequest())
+                    await self._calls.write(worker_pb2.ExecuteRequest())
                 except CALL_ERRORS:
                     return
                 finally:

@@ -98,7 +98,7 @@ def translate_up(words: list[str]) -> list[str]:
     [
         ("--model m.gguf --max_model_len 8k", "m.gguf --max-model-len 8k"),
         ("--model=m.gguf --enable-prefix-caching false", "m.gguf --no-enable-prefix-caching"),
-        ("m --port 8001 -tp 1", "m --http-port 8001"),
+        ("m --port 8001 -pcp 1", "m --http-port 8001"),
     ],
 )
 def test_up_takes_the_flags_of_vllm_serve(words: str, translated: str) -> None:
@@ -107,8 +107,8 @@ def test_up_takes_the_flags_of_vllm_serve(words: str, translated: str) -> None:
 
 def test_up_refuses_what_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        translate_up(["m", "--tensor-parallel-size", "2"])
+        translate_up(["m", "--prefill-context-parallel-size", "2"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "kvern up: --tensor-parallel-size 2: tensor parallelism is not built yet"
+        "kvern up: --prefill-context-parallel-size 2: context parallelism is not built yet"
     )

@@ -90,7 +90,7 @@ def test_a_file_may_name_the_model(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("max-modle-len: 5", "there is no --max-modle-len; did you mean --max-model-len?"),
-        ("tensor-parallel-size: 4", "tensor parallelism is not built yet"),
+        ("prefill-context-parallel-size: 4", "context parallelism is not built yet"),
         ("max-num-seqs: [1, 2]", "max-num-seqs is [1, 2]; it must be a number, text, true or false"),
         ("- a\n- b", "it must hold `flag: value` lines"),
         ("a: b: c", "is not YAML"),
@@ -128,3 +128,12 @@ def test_every_profile_is_taken(name: str) -> None:
 
 def test_other_variables_are_nobody_s_business() -> None:
     assert check_environment({"KVERN_KERNELS": "cpu", "KVERN_UP_HOST": "::1", "PATH": ""}, ["host"]) == []
+
+
+def test_copies_of_the_model_and_their_ranks(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    lines, _ = dry_run(str(model), "-dp", "2", "-tp", "2", "-ep")
+    for name in ("worker", "worker-1"):
+        assert "--tensor-parallel-size 2 --enable-expert-parallel" in lines[name]
+        assert lines[name].count(f"/{name}.sock") == lines["scheduler"].count(f"/{name}.sock") == 1

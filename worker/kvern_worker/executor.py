@@ -61,9 +61,13 @@ class ModelExecutor:
         device: Device | None = None,
         images: BatchImages | None = None,
         transfers: TierTransfers | None = None,
+        *,
+        held_bytes: int = 0,
     ) -> None:
         """``pooling``: sequences end with an embedding instead of tokens. ``device``: the CPU by default. ``images``: of
-        a model that takes them. ``transfers``: to the tiers below the device."""
+        a model that takes them. ``transfers``: to the tiers below the device. ``held_bytes``: all
+        weights of this rank."""
+        self._held_bytes = held_bytes
         self._device = device or Host()
         self.transfers = transfers
         self._pooling = pooling
@@ -93,6 +97,7 @@ class ModelExecutor:
             max_num_seqs=self._limits.max_num_seqs,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             device=self._device.name,
+            weight_bytes=self._held_bytes,
             num_state_blocks=self._cache.num_checkpoints,
             max_loras=0 if self._adapters is None else self._adapters.slots.num_slots,
             num_memory_blocks=self._limits.num_memory_blocks,

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -31,6 +31,9 @@ from kvern_worker.images import BatchImages, Seeing
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
 from kvern_worker.machine import has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
+from kvern_worker.parallel.executor import GroupExecutor
+from kvern_worker.parallel.group import ALONE, WorkerGroup
+from kvern_worker.parallel.topology import ALL_IN_ONE, Topology
 from kvern_worker.pooling import PoolingConfig, choose_pooling
 from kvern_worker.quantization import Asked
 from kvern_worker.sizing import GIB, KvSize, kv_bytes, size_hybrid, size_kv
@@ -94,13 +97,20 @@ class LoadOptions:
     max_loras: int = 0
     max_cpu_loras: int | None = None
     max_lora_rank: int = 16
+    topology: Topology = ALL_IN_ONE
+    # Ranks of the group on this machine, which share its memory and cores.
+    local_world: int = 1
 
 
-def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
-    """Raises KvernError with what is wrong with the model or the options."""
+# Meets the other ranks of the group; told the digest of the model.
+Join = Callable[[str], WorkerGroup]
+
+
+def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> ModelExecutor:
+    """Raises KvernError with what is wrong with the model, the options or the group."""
     _validate(options)
     device = _open_device(options.device)
-    threads = options.threads or physical_cores()
+    threads = options.threads or max(1, physical_cores() // options.local_world)
     start_log.opened(device, threads)
     with _phase("open", model=options.model):
         checkpoint = open_checkpoint(
@@ -116,13 +126,27 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             checkpoint = replace(checkpoint, config=replace(checkpoint.config, max_positions=longest))
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, _multiplies_bfloat16(device))
         progress.start(checkpoint.source.total_bytes)
+    options.topology.check_model(checkpoint.config, checkpoint.file)
+    if options.topology.world > 1 and isinstance(device, Gpu):
+        raise unsupported(
+            "groups of several ranks run on CPUs; groups of GPUs are not supported yet",
+            field="device",
+            value="cuda",
+        )
+    group = None if join is None else join(checkpoint.digest.hex())
+    tp = ALONE if group is None else group.tp
     config, dtype = checkpoint.config, DTYPES[dtype_name]
     kv_dtype_name = choose_kv_dtype(options.kv_cache_dtype, dtype_name)
     kv_dtype = kv_cache.DTYPES[kv_dtype_name]
     if isinstance(device, Gpu):
         gpu_loading.check(checkpoint.file, config, kv_dtype_name, options.max_loras)
         gpu_loading.use_exact(bool(options.exact))
+    kv_heads = tp.num_kv_heads(config.num_kv_heads)
     size = _size(options, checkpoint, dtype, kv_dtype, device)
+    if group is not None:
+        # The scheduler has one table of blocks for all ranks.
+        num_blocks, max_model_len = group.smallest(size.num_blocks, size.max_model_len)
+        size = replace(size, num_blocks=num_blocks, max_model_len=max_model_len)
     keep_quantized = options.keep_quantized
     if keep_quantized is None:
         large = weight_bytes(checkpoint, dtype) > _CONVERT_UP_TO
@@ -142,7 +166,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         cache = KvCache(
             config.kv_layers,
             size.num_blocks if isinstance(device, Host) else 1,  # until the rest is measured
-            config.num_kv_heads,
+            kv_heads,
             size.block_size,
             config.head_dim,
             kv_dtype,
@@ -161,6 +185,7 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
             online=checkpoint.online,
             adapters=slots,
             device=device.place,
+            tp=tp,
         )
         with nullcontext() if isinstance(device, Host) else device.place:
             model = checkpoint.file.build(config, loader, cache, size.max_model_len)
@@ -220,12 +245,22 @@ def load(options: LoadOptions, progress: Progress) -> ModelExecutor:
         cached = int(options.mm_processor_cache_gb * GIB)
         images = BatchImages(model, dtype, checkpoint.path, max_num_seqs, cached)
     start_log.warn_of_low_memory(device)
-    return ModelExecutor(
-        *(model, cache, info, limits, threads, pooling, adapters, 0 if sparse else read),
-        device=device,
-        images=images,
-        transfers=transfers,
+    parts = (
+        model,
+        cache,
+        info,
+        limits,
+        threads,
+        pooling,
+        adapters,
+        0 if sparse else read,
+        device,
+        images,
+        transfers,
     )
+    if group is None:
+        return ModelExecutor(*parts, held_bytes=loader.num_bytes)
+    return GroupExecutor(*parts, held_bytes=loader.num_bytes, group=group)
 
 
 def _open_device(name: str) -> Host | Gpu:
@@ -304,11 +339,11 @@ def _size(
             f"{config.architecture} without any attention layer is not supported: all {config.num_layers} keep states",
             field="layers_block_type",
         )
-    available, _ = device.memory()
-    weights = weight_bytes(checkpoint, dtype) + adapter_bytes(checkpoint, options, dtype)
-    per_block = block_bytes(
-        len(config.kv_layers), config.num_kv_heads, options.block_size, config.head_dim, kv_dtype
-    )
+    ranks = options.topology.tensor
+    available = device.memory()[0] // options.local_world
+    weights = weight_bytes(checkpoint, dtype) // ranks + adapter_bytes(checkpoint, options, dtype)
+    kv_heads = max(1, config.num_kv_heads // ranks)
+    per_block = block_bytes(len(config.kv_layers), kv_heads, options.block_size, config.head_dim, kv_dtype)
     if weights + per_block > available:
         name, parts = str(dtype).removeprefix("torch."), weight_parts(checkpoint, dtype)
         shares = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())

@@ -8,13 +8,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
 from kvern.rpc import logs, spellings, tls
-from kvern.rpc.flags import fraction, positive, size
+from kvern.rpc.flags import fraction, port, positive, size
 from kvern_worker import quantization, service, start_log
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
+from kvern_worker.parallel import launch
 from kvern_worker.sizing import parse_length
 
 DEFAULT_MAX_LORA_RANK = 16
@@ -172,6 +174,43 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="adapters kept in memory beside those in use, at least --max-loras (default: --max-loras)",
     )
+    add("--tensor-parallel-size", type=positive, default=1, metavar="N", help="ranks that share every layer")
+    add(
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="whole experts on each of the ranks, instead of a part of every expert",
+    )
+    add(
+        "--expert-placement-strategy",
+        default="linear",
+        choices=("linear", "round_robin"),
+        help="which experts a rank holds: neighbours, or every Nth",
+    )
+    add(
+        "--nnodes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="machines that a group's ranks are spread over",
+    )
+    add("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0")
+    add("--master-addr", metavar="HOST", help="an address of node 0, at which the ranks meet")
+    add(
+        "--master-port",
+        type=port,
+        metavar="PORT",
+        help="the port there (default: 29501, and any free one where there is one node)",
+    )
+    add(
+        "--distributed-timeout-seconds",
+        type=positive,
+        default=10,
+        metavar="S",
+        help="how long the ranks wait for the last one to come",
+    )
+    # Of the ranks that the first one of a node starts.
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
     add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
     add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
@@ -212,6 +251,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"{args.max_num_seqs}; all have to decode in one step"
         )
     _check_lora(parser, args)
+    try:
+        launch.check(args)
+    except KvernError as error:
+        parser.error(error.message)
     return args
 
 
@@ -246,7 +289,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         uvloop.install()
     code = 0
     try:
-        asyncio.run(service.serve(args.listen, lambda progress: _load(args, progress), tls=args.tls))
+        # Before anything else: the threads of this process must not outlive who starts others.
+        group = launch.prepare(args, sys.argv[1:] if argv is None else argv)
+        listen = args.listen if group is None else group.listen
+        if group is not None:
+            launch.watch_children(group)
+        asyncio.run(service.serve(listen, lambda progress: _load(args, progress, group), tls=args.tls))
     except (KvernError, OSError) as error:
         print(f"kvern-worker: {error}", file=sys.stderr)
         code = 1
@@ -255,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os._exit(code)
 
 
-def _load(args: argparse.Namespace, progress: Progress) -> Executor:
+def _load(args: argparse.Namespace, progress: Progress, group: launch.Launch | None) -> Executor:
     if args.device == "sim":
         return _simulated(args)
     import kvern_kernels
@@ -308,7 +356,10 @@ def _load(args: argparse.Namespace, progress: Progress) -> Executor:
         max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
         mm_processor_cache_gb=args.mm_processor_cache_gb,
     )
-    return load(options, progress)
+    if group is None:
+        return load(options, progress)
+    options = replace(options, topology=group.topology, local_world=group.local_world)
+    return load(options, progress, lambda digest: launch.form(group, args, digest, progress.port))
 
 
 def _choose_device(asked: str) -> str:

@@ -98,6 +98,8 @@ class Progress:
         self.total_bytes = 0
         self.phase: worker_pb2.WorkerPhase.ValueType = worker_pb2.WORKER_PHASE_STARTING
         self.error: KvernError | None = None
+        # What this process serves on; 0 where that is a unix socket.
+        self.port = 0
 
     def start(self, total_bytes: int) -> None:
         """Loading begins, of ``total_bytes`` in all."""
@@ -357,7 +359,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         assert self._executor is not None
         started = time.perf_counter()
         try:
-            result = claimed(plan) if is_empty(plan) else self._executor.run(plan)
+            # In a group even a claim waits until all ranks have it.
+            alone = not self._description.rank_addresses
+            result = claimed(plan) if alone and is_empty(plan) else self._executor.run(plan)
         except KvernError:
             raise
         except Exception as error:
@@ -412,7 +416,7 @@ async def serve(
     servicer = WorkerServicer(progress)
     server = Server([SERVICE_NAME], tls=tls)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
-    port = await server.start(listen)
+    port = progress.port = await server.start(listen)
     log.info("worker %s listens on %s (port %d)", servicer.instance_id[:8], listen, port)
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(_load_in_thread(load, progress))

@@ -202,6 +202,20 @@ def up(
     mm_processor_cache_gb: Annotated[
         float | None, typer.Option(help="GiB for what the vision tower has made of images")
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share every layer of the model")
+    ] = None,
+    data_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the model, between which requests are routed")
+    ] = None,
+    enable_expert_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-expert-parallel/--no-enable-expert-parallel",
+            help="Whole experts on each process, instead of a part of every expert",
+        ),
+    ] = None,
+    expert_placement_strategy: Annotated[str | None, typer.Option(help="linear or round_robin")] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu, cuda, or sim (no model, random tokens)")
     ] = None,

@@ -67,6 +67,9 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "max_lora_rank",
         "max_cpu_loras",
         "mm_processor_cache_gb",
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "expert_placement_strategy",
         "device",
         "sim_step_us",
         "sim_num_blocks",
@@ -173,25 +176,32 @@ def store_spec(options: StackOptions) -> ChildSpec:
     return _spec(options, "store", argv, death_signal=signal.SIGTERM)
 
 
-def worker_spec(options: StackOptions) -> ChildSpec:
+def worker_names(options: StackOptions) -> list[str]:
+    """One for each copy of the model."""
+    count = int(str(options.flags.get("data_parallel_size") or 1))
+    return ["worker", *(f"worker-{number}" for number in range(1, count))]
+
+
+def worker_spec(options: StackOptions, name: str = "worker") -> ChildSpec:
     flags = options.flags
     if flags.get("device") == "sim":
         # The simulated model takes the default model's tokenizer.
         flags = {"sim_vocab_size": DEFAULT_MODEL_VOCAB_SIZE, **flags}
     argv = [
         _program("kvern-worker"),
-        *("--listen", f"unix:{options.socket('worker')}", "--model", str(options.model)),
+        *("--listen", f"unix:{options.socket(name)}", "--model", str(options.model)),
         *("--served-model-name", options.served_model_name),
         *render_flags("worker", flags),
     ]
-    return _spec(options, "worker", argv)
+    return _spec(options, name, argv)
 
 
 def scheduler_spec(options: StackOptions) -> ChildSpec:
     url = options.redis_url or f"unix://{options.socket('store')}"
     argv = [
         _program("kvern-scheduler"),
-        *("--listen", f"unix:{options.socket('scheduler')}", "--worker", f"unix:{options.socket('worker')}"),
+        *("--listen", f"unix:{options.socket('scheduler')}"),
+        *(word for name in worker_names(options) for word in ("--worker", f"unix:{options.socket(name)}")),
         *(("--store", "memory") if options.store == "memory" else ("--redis-url", url)),
         *render_flags("scheduler", options.flags),
     ]
@@ -239,7 +249,8 @@ def check(options: StackOptions) -> None:
 def _specs(options: StackOptions) -> list[ChildSpec]:
     private_store = options.store == "redis" and options.redis_url is None
     store = [store_spec(options)] if private_store else []
-    return [*store, worker_spec(options), scheduler_spec(options), gateway_spec(options)]
+    workers = [worker_spec(options, name) for name in worker_names(options)]
+    return [*store, *workers, scheduler_spec(options), gateway_spec(options)]
 
 
 def prepare_directories(options: StackOptions) -> None:
@@ -247,7 +258,7 @@ def prepare_directories(options: StackOptions) -> None:
     for name in ("logs", "store"):
         (options.data_dir / name).mkdir(parents=True, exist_ok=True)
     options.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for name in ("store", "worker", "scheduler"):
+    for name in ("store", *worker_names(options), "scheduler"):
         options.socket(name).unlink(missing_ok=True)
 
 

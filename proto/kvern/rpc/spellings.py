@@ -41,23 +41,13 @@ IMPLIED = {
 """Accepted without effect: why."""
 
 UNBUILT = {
-    "--all2all-backend": ("", "expert parallelism is"),
+    "--all2all-backend": ("allgather_reducescatter", "other ways to dispatch to experts are"),
     "--cpu-offload-gb": ("0", "weight offload is"),
-    "--data-parallel-size": (
-        "1",
-        "groups by flag (start workers, and name each to kvern-scheduler with --worker) are",
-    ),
     "--dcp-comm-backend": ("", "context parallelism is"),
     "--decode-context-parallel-size": ("1", "context parallelism is"),
     "--enable-eplb": ("false", "expert load balancing is"),
-    "--enable-expert-parallel": ("false", "expert parallelism is"),
     "--eplb-config": ("", "expert load balancing is"),
-    "--expert-placement-strategy": ("linear", "expert parallelism is"),
     "--kv-offloading-backend": ("native", "any KV offload but the native one is"),
-    "--master-addr": ("", "groups across hosts are"),
-    "--master-port": ("", "groups across hosts are"),
-    "--nnodes": ("1", "groups across hosts are"),
-    "--node-rank": ("0", "groups across hosts are"),
     "--offload-backend": ("", "weight offload is"),
     "--offload-group-size": ("0", "weight offload is"),
     "--offload-num-in-group": ("", "weight offload is"),
@@ -66,7 +56,6 @@ UNBUILT = {
     "--prefill-context-parallel-size": ("1", "context parallelism is"),
     "--reasoning-parser": ("", "reasoning parsers are"),
     "--speculative-config": ("", "speculative decoding is"),
-    "--tensor-parallel-size": ("1", "tensor parallelism is"),
     "--enable-auto-tool-choice": ("false", "tool calls are"),
     "--tool-call-parser": ("", "tool calls are"),
 }
@@ -75,6 +64,14 @@ UNBUILT = {
 ELSEWHERE = {
     "--benchmark-length": "kvern bench serve --random-output-len",
     "--request-rate": "kvern bench serve --request-rate",
+    "--data-parallel-size": "kvern up; without it, start the workers, and name each to kvern-scheduler with --worker",
+    "--enable-expert-parallel": "kvern-worker",
+    "--expert-placement-strategy": "kvern-worker",
+    "--master-addr": "kvern-worker, one on each node",
+    "--master-port": "kvern-worker, one on each node",
+    "--nnodes": "kvern-worker, one on each node",
+    "--node-rank": "kvern-worker, one on each node",
+    "--tensor-parallel-size": "kvern-worker",
 }
 """Flags of another command."""
 

@@ -112,6 +112,10 @@ class DescribeResponse(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _builtins.int
     NUM_MEMORY_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    RANK_ADDRESSES_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SAMPLING_RANK_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     phase: Global___WorkerPhase.ValueType
     loaded_bytes: _builtins.int
     """Bytes read of bytes in all, while loading."""
@@ -137,6 +141,11 @@ class DescribeResponse(_message.Message):
     num_memory_blocks: _builtins.int
     """Blocks that the tiers below the device hold: in memory, and on disk."""
     num_disk_blocks: _builtins.int
+    rank: _builtins.int
+    sampling_rank: _builtins.int
+    """Whose results count. The others' say only that they ran."""
+    weight_bytes: _builtins.int
+    """Of this rank."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Set when the phase is FAILED."""
@@ -144,6 +153,12 @@ class DescribeResponse(_message.Message):
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """Set when READY."""
+
+    @_builtins.property
+    def rank_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where every rank of the group serves, by rank; empty where this is the only one. An address without a host, ":port",
+        is on the host at which rank 0 was reached. Every plan goes to every rank.
+        """
 
     def __init__(
         self,
@@ -166,10 +181,14 @@ class DescribeResponse(_message.Message):
         max_loras: _builtins.int = ...,
         num_memory_blocks: _builtins.int = ...,
         num_disk_blocks: _builtins.int = ...,
+        rank_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        rank: _builtins.int = ...,
+        sampling_rank: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "num_memory_blocks", b"num_memory_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "steps", b"steps", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "device", b"device", "error", b"error", "instance_id", b"instance_id", "last_step_unix_ms", b"last_step_unix_ms", "loaded_bytes", b"loaded_bytes", "max_loras", b"max_loras", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "num_memory_blocks", b"num_memory_blocks", "num_state_blocks", b"num_state_blocks", "phase", b"phase", "rank", b"rank", "rank_addresses", b"rank_addresses", "sampling_rank", b"sampling_rank", "steps", b"steps", "total_bytes", b"total_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,6 +238,7 @@ class StepPlan(_message.Message):
     SAVE_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     SAVE_STATE_GENERATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     released_slots: _builtins.bytes
@@ -246,6 +266,8 @@ class StepPlan(_message.Message):
     """
     save_state_blocks: _builtins.bytes
     save_state_generations: _builtins.bytes
+    attempt: _builtins.int
+    """Of a group: which connection of its leader sends this, counted from 1 in each epoch. All ranks run a plan, or none."""
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that enter a slot. The slot is free by then."""
@@ -273,10 +295,11 @@ class StepPlan(_message.Message):
         save_state_blocks: _builtins.bytes = ...,
         save_state_generations: _builtins.bytes = ...,
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "save_slots", b"save_slots", "save_state_blocks", b"save_state_blocks", "save_state_generations", b"save_state_generations", "step", b"step", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_blocks", b"append_blocks", "append_generations", b"append_generations", "append_slots", b"append_slots", "attempt", b"attempt", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decode_slots", b"decode_slots", "epoch", b"epoch", "new_sequences", b"new_sequences", "prefill_lengths", b"prefill_lengths", "prefill_slots", b"prefill_slots", "released_slots", b"released_slots", "save_slots", b"save_slots", "save_state_blocks", b"save_state_blocks", "save_state_generations", b"save_state_generations", "step", b"step", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,6 +477,7 @@ class StepResult(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     NUM_IMAGES_FIELD_NUMBER: _builtins.int
     NUM_IMAGES_CACHED_FIELD_NUMBER: _builtins.int
+    COMM_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     slots: _builtins.bytes
@@ -473,6 +497,8 @@ class StepResult(_message.Message):
     num_images: _builtins.int
     """Images that this step's tokens stand for, and how many of them the worker had the vision tower's output of already."""
     num_images_cached: _builtins.int
+    comm_us: _builtins.int
+    """Of a group: microseconds in collectives, waiting for slower ranks included; a part of forward_us and sample_us."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
         """For slots that asked."""
@@ -497,10 +523,11 @@ class StepResult(_message.Message):
         embeddings: _builtins.bytes = ...,
         num_images: _builtins.int = ...,
         num_images_cached: _builtins.int = ...,
+        comm_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "num_images", b"num_images", "num_images_cached", b"num_images_cached", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comm_us", b"comm_us", "embeddings", b"embeddings", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logprobs", b"logprobs", "num_images", b"num_images", "num_images_cached", b"num_images_cached", "prepare_us", b"prepare_us", "sample_us", b"sample_us", "slots", b"slots", "step", b"step", "token_ids", b"token_ids", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

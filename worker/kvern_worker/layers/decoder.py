@@ -24,7 +24,9 @@ from kvern_worker.config import DecoderConfig
 from kvern_worker.layers.attention import StepInputs
 from kvern_worker.layers.norm import Norm, load_rms_norm, no_norm
 from kvern_worker.layers.stack import pack_stack, run_stack
+from kvern_worker.parallel.group import ALONE, TensorParallel
 from kvern_worker.weights.loader import WeightLoader
+from kvern_worker.weights.source import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,11 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    vocab_size: int = 0
+    tp: TensorParallel = ALONE
 
     def forward(self, step: StepInputs) -> Tensor:
-        hidden = self.embedding.index_select(0, step.token_ids)
+        hidden = self.tp.embed(step.token_ids, self.embedding, self.vocab_size)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.positions is not None:
@@ -87,7 +91,7 @@ class Decoder:
             logits *= self.logit_scale
         if self.logit_softcap:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits
+        return self.tp.logits(logits, self.vocab_size)
 
 
 def load_decoder(
@@ -115,7 +119,10 @@ def load_decoder(
         *(partial(block, layer) for layer in range(config.num_layers)),
     )
     loader.finish(*ignored, *([f"{head}.weight"] if config.tie_word_embeddings else []))
-    return Decoder(table, blocks, last, packed, stack=pack_stack(blocks), **options)
+    # Ranks add up what they have within a layer, which the one op does not.
+    stack = pack_stack(blocks) if loader.tp.size == 1 else None
+    whole = {"stack": stack, "vocab_size": config.vocab_size, "tp": loader.tp, **options}
+    return Decoder(table, blocks, last, packed, **whole)
 
 
 def load_pre_norm_block(
@@ -137,7 +144,11 @@ def load_pre_norm_block(
 def _load_ends(
     config: DecoderConfig, loader: WeightLoader, embedding: str, head: str
 ) -> tuple[Tensor, kernels.PackedLinear]:
-    table = loader.tensor(f"{embedding}.weight", config.vocab_size, config.hidden_size)
+    rows = loader.tp.split([loader.tp.vocab_part(config.vocab_size)])
+    part = Part(rows)
+    table = loader.tensor(f"{embedding}.weight", config.vocab_size, config.hidden_size, part=part)
     if config.tie_word_embeddings:
-        return table, loader.head(f"{embedding}.weight", table)
-    return table, loader.linear([head], [config.vocab_size], config.hidden_size, bias=False)
+        return table, loader.head(f"{embedding}.weight", table, part)
+    return table, loader.linear(
+        [head], [config.vocab_size], config.hidden_size, bias=False, rows=None if rows is None else [rows]
+    )

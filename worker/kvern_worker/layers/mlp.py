@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvern_kernels as kernels
+from kvern_worker.parallel.group import ALONE, TensorParallel
 from kvern_worker.weights.loader import WeightLoader
 
 Activation = Callable[[Tensor], Tensor]
@@ -66,9 +67,10 @@ class GatedMlp:
     gate_up: kernels.PackedLinear
     down: kernels.PackedLinear
     activation: Activation
+    tp: TensorParallel = ALONE
 
     def __call__(self, x: Tensor) -> Tensor:
-        return kernels.linear(self.activation(kernels.linear(x, self.gate_up)), self.down)
+        return self.tp.linear(self.activation(kernels.linear(x, self.gate_up)), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,29 @@ def load_gated_mlp(
     loader: WeightLoader, prefix: str, hidden: int, inner: int, activation: str = "silu", bias: bool = False
 ) -> GatedMlp:
     """``gate_proj``, ``up_proj`` and ``down_proj`` under ``prefix``."""
+    part = loader.tp.part(inner, "inner features")
     return GatedMlp(
-        gate_up=loader.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], [inner, inner], hidden, bias),
-        down=loader.linear([f"{prefix}.down_proj"], [hidden], inner, bias),
+        gate_up=loader.linear(
+            *([f"{prefix}.gate_proj", f"{prefix}.up_proj"], [inner, inner], hidden, bias),
+            rows=loader.tp.split([[part], [part]]),
+        ),
+        down=loader.linear([f"{prefix}.down_proj"], [hidden], inner, bias, columns=loader.tp.split(part)),
         activation=gate(activation),
+        tp=loader.tp,
+    )
+
+
+def load_fused_mlp(
+    loader: WeightLoader, gate_up: str, down: str, hidden: int, inner: int, activation: str = "silu"
+) -> GatedMlp:
+    """``gate_up`` [2 inner, hidden], the gate's rows first, and ``down``; no biases."""
+    part = loader.tp.part(inner, "inner features")
+    return GatedMlp(
+        gate_up=loader.linear(
+            *([gate_up], [2 * inner], hidden, False),
+            rows=loader.tp.split([[part, slice(part.start + inner, part.stop + inner)]]),
+        ),
+        down=loader.linear([down], [hidden], inner, False, columns=loader.tp.split(part)),
+        activation=gate(activation),
+        tp=loader.tp,
     )

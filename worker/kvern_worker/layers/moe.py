@@ -12,7 +12,9 @@ import kvern_kernels as kernels
 from kvern.errors import invalid
 from kvern_worker.config import HfConfig
 from kvern_worker.layers.mlp import GatedMlp
+from kvern_worker.parallel.group import ALONE, TensorParallel
 from kvern_worker.weights.loader import WeightLoader
+from kvern_worker.weights.source import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,11 @@ def parse_routing(raw: HfConfig, experts: str, num_experts: int, top_k: int, **o
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     """x [T, D] → [T, D]. ``bias``: [experts] float32, on scores for the choice alone. ``shared_gate``: one output, whose
-    sigmoid weighs the shared expert."""
+    sigmoid weighs the shared expert.
+
+    Ranks that share the experts see the same x, and add up what theirs give. ``expert_map``: [experts] int32, where each
+    lies on this rank, −1 nowhere; None where all are here, or a part of each.
+    """
 
     routing: Routing
     router: kernels.PackedLinear
@@ -66,6 +72,8 @@ class MixtureOfExperts:
     bias: Tensor | None = None
     shared: GatedMlp | None = None
     shared_gate: kernels.PackedLinear | None = None
+    expert_map: Tensor | None = None
+    tp: TensorParallel = ALONE
 
     def __call__(self, x: Tensor) -> Tensor:
         how = self.routing
@@ -73,7 +81,7 @@ class MixtureOfExperts:
             kernels.linear(x, self.router, torch.float32),
             *(how.top_k, how.scoring, how.renormalize, self.bias, how.num_groups, how.top_groups, how.scale),
         )
-        out = kernels.fused_moe(x, weights, ids, self.experts)
+        out = self.tp.sum(kernels.fused_moe(x, weights, ids, self.experts, self.expert_map)).to(x.dtype)
         if self.shared is None:
             return out
         shared = self.shared(x)
@@ -95,10 +103,17 @@ def load_experts(
 ) -> Any:
     """``prefix``.0 … with a gate, an up and a down projection each."""
     gate, up, down = names
-    each = [f"{prefix}.{expert}" for expert in range(num_experts)]
+    each = [f"{prefix}.{expert}" for expert in loader.tp.experts(num_experts)]
+    if loader.tp.expert_parallel:
+        loader.skip(f"{prefix}.")
+    part = _inner_part(loader.tp, inner)
+    rows = None if part is None else [[part], [part]]
     return kernels.pack_experts(
-        [loader.linear([f"{one}.{gate}", f"{one}.{up}"], [inner, inner], hidden, False) for one in each],
-        [loader.linear([f"{one}.{down}"], [hidden], inner, False) for one in each],
+        [
+            loader.linear([f"{one}.{gate}", f"{one}.{up}"], [inner, inner], hidden, False, rows=rows)
+            for one in each
+        ],
+        [loader.linear([f"{one}.{down}"], [hidden], inner, False, columns=part) for one in each],
     )
 
 
@@ -106,7 +121,31 @@ def load_stacked_experts(
     loader: WeightLoader, gate_up: str, down: str, num_experts: int, hidden: int, inner: int
 ) -> Any:
     """``gate_up`` [experts, 2 inner, hidden], the gates first, and ``down`` [experts, hidden, inner]."""
+    held = Part([slice(expert, expert + 1) for expert in loader.tp.experts(num_experts)])
+    part = _inner_part(loader.tp, inner)
+    ups = loader.read(gate_up, num_experts, 2 * inner, hidden, part=held)
+    downs = loader.read(down, num_experts, hidden, inner, part=held)
+    if part is not None:
+        rows = Part([part, slice(part.start + inner, part.stop + inner)])
+        return kernels.pack_experts(
+            [loader.pack_layer(rows.of(weight)) for weight in ups],
+            [loader.pack_layer(weight[:, part].contiguous()) for weight in downs],
+        )
     return kernels.pack_experts(
-        [loader.pack_layer(weight) for weight in loader.read(gate_up, num_experts, 2 * inner, hidden)],
-        [loader.pack_layer(weight) for weight in loader.read(down, num_experts, hidden, inner)],
+        [loader.pack_layer(weight) for weight in ups], [loader.pack_layer(weight) for weight in downs]
     )
+
+
+def _inner_part(tp: TensorParallel, inner: int) -> slice | None:
+    """A rank's part of each expert; None where it holds whole ones."""
+    return None if tp.size == 1 or tp.expert_parallel else tp.part(inner, "inner features of an expert")
+
+
+def expert_map(tp: TensorParallel, num_experts: int) -> Tensor | None:
+    """See MixtureOfExperts."""
+    if not tp.expert_parallel:
+        return None
+    places = torch.full((num_experts,), -1, dtype=torch.int32)
+    held = tp.experts(num_experts)
+    places[held] = torch.arange(len(held), dtype=torch.int32)
+    return places

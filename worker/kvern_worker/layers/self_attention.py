@@ -10,6 +10,7 @@ import kvern_kernels as kernels
 from kvern_worker.config import DecoderConfig
 from kvern_worker.layers.attention import KvCache, StepInputs
 from kvern_worker.layers.norm import Norm
+from kvern_worker.parallel.group import ALONE, TensorParallel
 from kvern_worker.weights.loader import WeightLoader
 
 
@@ -37,6 +38,7 @@ class SelfAttention:
     k_whole_norm: Norm | None = None
     interleaved: bool = False
     temperature: Tensor | None = None
+    tp: TensorParallel = ALONE
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         kv_heads, dim = self.keys.shape[1], self.keys.shape[3]
@@ -59,7 +61,7 @@ class SelfAttention:
             *(q, self.keys, self.values, step.block_tables, step.query_start, step.seq_lens),
             self.options,
         )
-        return kernels.linear(mixed.flatten(1), self.o)
+        return self.tp.linear(mixed.flatten(1), self.o)
 
 
 def load_self_attention(
@@ -84,6 +86,12 @@ def load_self_attention(
     sizes = [config.q_size, config.kv_size, config.kv_size]
     names = [f"{prefix}.qkv_proj"] if fused else [f"{prefix}.{name}_proj" for name in "qkv"]
     keys, values = cache.layers[layer]
+    q_part = loader.tp.part(config.q_size)
+    kv_part = loader.tp.kv_part(config.num_kv_heads, config.head_dim)
+    rows = [[q_part], [kv_part], [kv_part]]
+    if fused:
+        starts = (0, config.q_size, config.q_size + config.kv_size)
+        rows = [[_moved(part, start) for (part,), start in zip(rows, starts, strict=True)]]
 
     def norm(name: str) -> Tensor | None:
         if not config.qk_norm:
@@ -91,8 +99,14 @@ def load_self_attention(
         return loader.wide(f"{prefix}.{name}.weight", config.head_dim) + norm_offset
 
     return SelfAttention(
-        qkv=loader.linear(names, [sum(sizes)] if fused else sizes, config.hidden_size, config.qkv_bias),
-        o=loader.linear([f"{prefix}.o_proj"], [config.hidden_size], config.q_size, config.o_bias),
+        qkv=loader.linear(
+            *(names, [sum(sizes)] if fused else sizes, config.hidden_size, config.qkv_bias),
+            rows=loader.tp.split(rows),
+        ),
+        o=loader.linear(
+            *([f"{prefix}.o_proj"], [config.hidden_size], config.q_size, config.o_bias),
+            columns=loader.tp.split(q_part),
+        ),
         keys=keys,
         values=values,
         cos_sin=cos_sin,
@@ -108,4 +122,9 @@ def load_self_attention(
         q_whole_norm=q_whole_norm,
         k_whole_norm=k_whole_norm,
         interleaved=interleaved,
+        tp=loader.tp,
     )
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

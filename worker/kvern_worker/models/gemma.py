@@ -21,6 +21,8 @@ from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
 
+PARALLEL = ("tensor",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):

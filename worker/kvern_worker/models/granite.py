@@ -14,11 +14,19 @@ from kvern_worker.config import DecoderConfig, HfConfig, StateShapes, decoder_fi
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
 from kvern_worker.layers.mamba import MambaShape, load_mamba, parse_mamba
-from kvern_worker.layers.mlp import GatedMlp, gate, load_gated_mlp
-from kvern_worker.layers.moe import MixtureOfExperts, Routing, load_stacked_experts, parse_routing
+from kvern_worker.layers.mlp import GatedMlp, load_fused_mlp, load_gated_mlp
+from kvern_worker.layers.moe import (
+    MixtureOfExperts,
+    Routing,
+    expert_map,
+    load_stacked_experts,
+    parse_routing,
+)
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
+
+PARALLEL = ("tensor",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +119,8 @@ def _mlp(config: GraniteConfig, loader: WeightLoader, prefix: str) -> Callable[[
 
 def _shared(config: GraniteConfig, loader: WeightLoader, prefix: str) -> GatedMlp:
     names, sizes, hidden = f"{prefix}.shared_mlp", config.shared_size, config.hidden_size
-    return GatedMlp(
-        gate_up=loader.linear([f"{names}.input_linear"], [2 * sizes], hidden, bias=False),
-        down=loader.linear([f"{names}.output_linear"], [hidden], sizes, bias=False),
-        activation=gate(config.activation),
+    return load_fused_mlp(
+        *(loader, f"{names}.input_linear", f"{names}.output_linear"), *(hidden, sizes, config.activation)
     )
 
 
@@ -128,4 +134,6 @@ def _moe(config: GraniteConfig, routing: Routing, loader: WeightLoader, prefix: 
             *(routing.num_experts, hidden, config.intermediate_size),
         ),
         shared=_shared(config, loader, prefix) if config.shared_size else None,
+        expert_map=expert_map(loader.tp, routing.num_experts),
+        tp=loader.tp,
     )

@@ -19,8 +19,13 @@ import kvern_kernels as kernels
 from kvern_kernels.decoder import DecoderLayer
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields, unsupported, windows_of
 from kvern_worker.layers.attention import KvCache, StepInputs
+from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
+from kvern_worker.layers.mlp import load_gated_mlp
 from kvern_worker.layers.rotary import cos_sin_table
+from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
+
+PARALLEL = ("tensor",)
 
 
 def parse(raw: HfConfig) -> DecoderConfig:
@@ -60,9 +65,27 @@ def _windows(raw: HfConfig, family: str) -> tuple[int, ...]:
     )
 
 
-def build(config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_positions: int) -> LlamaModel:
+def build(
+    config: DecoderConfig, loader: WeightLoader, cache: KvCache, num_positions: int
+) -> LlamaModel | Decoder:
     """See models/registry.py. Raises KvernError where the checkpoint does not hold what ``config`` promises."""
-    return LlamaModel(config, loader, cos_sin_table(config.rope, config.rotary_dim, num_positions), cache)
+    table = cos_sin_table(config.rope, config.rotary_dim, num_positions)
+    if loader.tp.size == 1:
+        return LlamaModel(config, loader, table, cache)
+    # Ranks add up what they have within a layer, which the one op does not.
+    return load_decoder(config, loader, partial(_block, config, loader, cache, table))
+
+
+def _block(config: DecoderConfig, loader: WeightLoader, cache: KvCache, table: Tensor, layer: int) -> Block:
+    prefix = f"model.layers.{layer}"
+    sizes = (config.hidden_size, config.intermediate_size)
+    return load_pre_norm_block(
+        config,
+        loader,
+        prefix,
+        attention=load_self_attention(config, loader, cache, layer, table, prefix=f"{prefix}.self_attn"),
+        mlp=load_gated_mlp(loader, f"{prefix}.mlp", *sizes, bias=config.mlp_bias),
+    )
 
 
 class LlamaModel:

@@ -10,10 +10,12 @@ from torch import Tensor
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
-from kvern_worker.layers.moe import MixtureOfExperts, Routing, load_experts, parse_routing
+from kvern_worker.layers.moe import MixtureOfExperts, Routing, expert_map, load_experts, parse_routing
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
+
+PARALLEL = ("tensor",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,5 +52,7 @@ def _block(config: MixtralConfig, loader: WeightLoader, cache: KvCache, table: T
                 *(loader, f"{moe}.experts", num_experts, hidden, config.intermediate_size),
                 names=("w1", "w3", "w2"),
             ),
+            expert_map=expert_map(loader.tp, num_experts),
+            tp=loader.tp,
         ),
     )

@@ -10,10 +10,12 @@ from kvern.errors import invalid
 from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
-from kvern_worker.layers.mlp import GatedMlp, gate
+from kvern_worker.layers.mlp import load_fused_mlp
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
+
+PARALLEL = ("tensor",)
 
 
 def parse(raw: HfConfig) -> DecoderConfig:
@@ -44,9 +46,8 @@ def _block(config: DecoderConfig, loader: WeightLoader, cache: KvCache, table: T
         loader,
         prefix,
         attention=load_self_attention(config, loader, cache, layer, table, prefix=attention, fused=True),
-        mlp=GatedMlp(
-            gate_up=loader.linear([f"{prefix}.mlp.gate_up_proj"], [2 * inner], hidden, bias=False),
-            down=loader.linear([f"{prefix}.mlp.down_proj"], [hidden], inner, bias=False),
-            activation=gate(config.activation),
+        mlp=load_fused_mlp(
+            *(loader, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj"),
+            *(hidden, inner, config.activation),
         ),
     )

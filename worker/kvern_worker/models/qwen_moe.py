@@ -12,10 +12,12 @@ from kvern_worker.config import DecoderConfig, HfConfig, decoder_fields, windows
 from kvern_worker.layers.attention import KvCache
 from kvern_worker.layers.decoder import Block, Decoder, load_decoder, load_pre_norm_block
 from kvern_worker.layers.mlp import GatedMlp, load_gated_mlp
-from kvern_worker.layers.moe import MixtureOfExperts, Routing, load_experts, parse_routing
+from kvern_worker.layers.moe import MixtureOfExperts, Routing, expert_map, load_experts, parse_routing
 from kvern_worker.layers.rotary import cos_sin_table
 from kvern_worker.layers.self_attention import load_self_attention
 from kvern_worker.weights.loader import WeightLoader
+
+PARALLEL = ("tensor",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +96,6 @@ def _moe(config: QwenMoeConfig, loader: WeightLoader, prefix: str) -> MixtureOfE
         shared_gate=loader.linear([f"{prefix}.shared_expert_gate"], [1], hidden, bias=False)
         if shared
         else None,
+        expert_map=expert_map(loader.tp, num_experts),
+        tp=loader.tp,
     )

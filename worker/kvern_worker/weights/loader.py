@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor
 import kvern_kernels as kernels
 from kvern.errors import invalid
 from kvern_kernels.reference_gguf import GGUF_BLOCK_BYTES
+from kvern_worker.parallel.group import ALONE, TensorParallel
 from kvern_worker.quantization import Quantization
 from kvern_worker.weights.layouts import IGNORED_SUFFIXES, read_matrix
 from kvern_worker.weights.quantized import GgufMatrix, QuantizedMatrix, quantize
-from kvern_worker.weights.source import TensorSource
+from kvern_worker.weights.shards import cut
+from kvern_worker.weights.source import WHOLE, Part, TensorSource
 
 if TYPE_CHECKING:
     from kvern_worker.adapters.slots import AdapterSlots
@@ -44,6 +48,7 @@ class WeightLoader:
     ``keep_quantized``: quantized matrices stay so where the kernels can multiply by them as they are.
 
     ``device``: where tensors are made, by models too while :meth:`side_by_side` runs them; files are read on the host.
+    ``tp``: the ranks that the matrices are split over. Shapes are those of whole tensors everywhere.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class WeightLoader:
         online: str | None = None,
         adapters: AdapterSlots | None = None,
         device: torch.device | str = "cpu",
+        tp: TensorParallel = ALONE,
     ) -> None:
         self._source = source
         self.dtype = dtype
@@ -67,6 +73,7 @@ class WeightLoader:
         self._online = online
         self._adapters = adapters
         self._device = torch.device(device)
+        self.tp = tp
         self._lock = threading.Lock()
         self._used: set[str] = set()
         self.num_parameters = 0
@@ -84,10 +91,10 @@ class WeightLoader:
         with ThreadPoolExecutor(self._threads, "load") as pool:
             return [future.result() for future in [pool.submit(here, build) for build in builds]]
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, kept as it is. Raises KvernError when it is missing or has another shape."""
-        out = torch.empty(shape, dtype=self.dtype)
-        self._fill(name, out)
+    def tensor(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
+        """One tensor, or a part of it, kept as it is. Raises KvernError when it is missing or has another shape."""
+        out = torch.empty(part.shape(*shape), dtype=self.dtype)
+        self._fill(name, out, shape, part)
         self._count(num_bytes=out.nbytes)
         return out
 
@@ -98,14 +105,14 @@ class WeightLoader:
         self._count(num_bytes=out.nbytes)
         return out
 
-    def read(self, name: str, *shape: int) -> Tensor:
+    def read(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         """One tensor that the caller rearranges before it is packed; a quantized matrix is dequantized."""
-        out = torch.empty(shape, dtype=self.dtype)
+        out = torch.empty(part.shape(*shape), dtype=self.dtype)
         if self._quantization is not None and len(shape) == 2 and name.endswith(".weight"):
             matrix = self._matrix(name.removesuffix(".weight"), *shape)
             if matrix is not None:
-                return out.copy_(matrix.dequantize())
-        self._fill(name, out)
+                return out.copy_(part.of(matrix.dequantize()))
+        self._fill(name, out, shape, part)
         return out
 
     def bytes(self, name: str, *shape: int) -> Tensor:
@@ -136,42 +143,59 @@ class WeightLoader:
         return out
 
     def linear(
-        self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
+        self,
+        prefixes: Sequence[str],
+        sizes: Sequence[int],
+        in_size: int,
+        bias: bool,
+        *,
+        rows: Sequence[Sequence[slice]] | None = None,
+        columns: slice | None = None,
     ) -> kernels.PackedLinear:
         """``prefix.weight`` [size, in_size] (and ``prefix.bias``) of each prefix, stacked by rows and packed.
+
+        Of each prefix only ``rows`` (outputs), and of all only ``columns`` (inputs), where the ranks share a matrix; the
+        bias is the first rank's then, whose product is added to the others'.
 
         Matrices that are quantized alike stay so; others of one stack are dequantized. Adapters may change what it gives,
         but for the output layer and experts.
         """
-        packed = self._linear(prefixes, sizes, in_size, bias)
+        parts = [Part(of, columns) for of in (rows if rows is not None else [None] * len(prefixes))]
+        if columns is not None and self.tp.rank:
+            self._used.update(f"{prefix}.bias" for prefix in prefixes)
+            bias = False
+        packed = self._linear(prefixes, sizes, in_size, bias, parts)
         if self._adapters is None or any(_unadapted(prefix) for prefix in prefixes):
             return packed
         return self._adapters.adapt(packed, prefixes, sizes, in_size)
 
     def _linear(
-        self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool
+        self, prefixes: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool, parts: Sequence[Part]
     ) -> kernels.PackedLinear:
-        matrices = [self._matrix(prefix, size, in_size) for prefix, size in zip(prefixes, sizes, strict=True)]
+        whole = zip(prefixes, sizes, parts, strict=True)
+        matrices = [self._matrix(prefix, size, in_size, part) for prefix, size, part in whole]
         known = [matrix for matrix in matrices if matrix is not None]
-        # Tools that quantize give biases (of zeros) to layers that had none.
-        bias = bias or (bool(known) and all(self.holds(f"{prefix}.bias") for prefix in prefixes))
-        packed_bias = self._stacked_bias(prefixes, sizes) if bias else None
+        if parts[0].columns is None or self.tp.rank == 0:
+            # Tools that quantize give biases (of zeros) to layers that had none.
+            bias = bias or (bool(known) and all(self.holds(f"{prefix}.bias") for prefix in prefixes))
+        shapes = [part.shape(size, in_size) for size, part in zip(sizes, parts, strict=True)]
+        packed_bias = self._stacked_bias(prefixes, sizes, parts) if bias else None
         if len(known) == len(matrices) and self._keep_quantized:
             stacked = _stack(known)
             if stacked is not None:
                 return self.counted(stacked.pack(packed_bias))
-        weight = torch.empty(sum(sizes), in_size, dtype=self.dtype)
-        parts = weight.split(list(sizes))
-        for prefix, rows, matrix in zip(prefixes, parts, matrices, strict=True):
+        weight = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
+        held = weight.split([rows for rows, _ in shapes])
+        for prefix, size, rows, matrix, part in zip(prefixes, sizes, held, matrices, parts, strict=True):
             if matrix is None:
-                self._fill(f"{prefix}.weight", rows)
+                self._fill(f"{prefix}.weight", rows, (size, in_size), part)
             else:
                 rows.copy_(matrix.dequantize())
         if self._online and not known and not _kept_plain(prefixes[0]):
-            return self._pack_online(parts, packed_bias)
+            return self._pack_online(held, packed_bias)
         return self.pack(weight, packed_bias)
 
-    def _matrix(self, prefix: str, size: int, in_size: int) -> QuantizedMatrix | None:
+    def _matrix(self, prefix: str, size: int, in_size: int, part: Part = WHOLE) -> QuantizedMatrix | None:
         """The matrix as it is quantized, or None where it is plain, or is to be converted by who reads the file."""
         name = f"{prefix}.weight"
         if self._quantization is not None:
@@ -180,6 +204,7 @@ class WeightLoader:
             )
             if matrix is not None:
                 self._count(num_parameters=size * in_size)
+                matrix = cut(matrix, part, name)
             return matrix
         if not self._keep_quantized or not self.holds(name):
             return None
@@ -188,21 +213,24 @@ class WeightLoader:
         if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
             return None
         self._done(name, size * in_size)
-        return GgufMatrix(*blocks)
+        return cut(GgufMatrix(*blocks), part, name)
 
-    def _stacked_bias(self, prefixes: Sequence[str], sizes: Sequence[int]) -> Tensor:
-        bias = torch.empty(sum(sizes), dtype=self.dtype)
-        for prefix, rows in zip(prefixes, bias.split(list(sizes)), strict=True):
-            self._fill(f"{prefix}.bias", rows)
-        return bias
+    def _stacked_bias(self, prefixes: Sequence[str], sizes: Sequence[int], parts: Sequence[Part]) -> Tensor:
+        rows = [replace(part, columns=None) for part in parts]
+        each = zip(prefixes, sizes, rows, strict=True)
+        return torch.cat([self._read_bias(f"{prefix}.bias", size, part) for prefix, size, part in each])
 
-    def head(self, name: str, weight: Tensor) -> kernels.PackedLinear:
-        """The output layer that shares ``weight`` [vocab, hidden] with the embedding ``name``."""
+    def _read_bias(self, name: str, size: int, part: Part) -> Tensor:
+        out = torch.empty(part.shape(size), dtype=self.dtype)
+        self._fill(name, out, (size,), part)
+        return out
+
+    def head(self, name: str, weight: Tensor, part: Part = WHOLE) -> kernels.PackedLinear:
+        """The output layer that shares ``weight``, a part of [vocab, hidden], with the embedding ``name``."""
         blocks = self._blocks(name) if self._keep_quantized and self.holds(name) else None
         if blocks is None or blocks[1] not in GGUF_BLOCK_BYTES:
             return self.pack(weight)
-        packed = kernels.pack_gguf(*blocks)
-        return self.counted(packed)
+        return self.counted(cut(GgufMatrix(*blocks), part, name).pack(None))
 
     def pack_layer(self, weight: Tensor, bias: Tensor | None = None) -> kernels.PackedLinear:
         """``weight`` [out, in], no head or router, quantized if that is asked for at load."""
@@ -259,8 +287,9 @@ class WeightLoader:
                 value=name,
             )
 
-    def _fill(self, name: str, out: Tensor) -> None:
-        self._check(name, tuple(out.shape))
+    def _fill(self, name: str, out: Tensor, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> None:
+        shape = tuple(out.shape) if shape is None else shape
+        self._check(name, shape)
         info = self._source.infos.get(name)
         if info is not None and info.dtype not in (*_FLOATS, None, out.dtype):
             raise invalid(
@@ -269,8 +298,11 @@ class WeightLoader:
                 "quantized; the model needs floats there",
                 value=info.dtype,
             )
-        self._read_into(name, out)
-        self._done(name, out.numel())
+        if part == WHOLE:
+            self._read_into(name, out)
+        else:
+            self._source.read_part(name, shape, part, out)
+        self._done(name, prod(shape))
 
     def _read_into(self, name: str, out: Tensor) -> None:
         if out.device.type == "cpu":

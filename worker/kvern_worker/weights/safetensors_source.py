@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvern_worker.weights.source import TensorInfo, TensorSource, broken_file
+from kvern_worker.weights.source import Part, TensorInfo, TensorSource, broken_file
 
 _DTYPES = {
     "F64": torch.float64,
@@ -74,6 +74,21 @@ class SafetensorsSource(TensorSource):
                 out.copy_(self._from_whole(file, name))
             else:
                 out.copy_(self._handles[file].get_tensor(name))
+        except SafetensorError as error:
+            raise broken_file(file, error) from error
+
+    def read_part(self, name: str, shape: tuple[int, ...], part: Part, out: Tensor) -> None:
+        if self._eager:
+            return super().read_part(name, shape, part, out)
+        file = self.infos[name].file
+        columns = () if part.columns is None else (part.columns,)
+        try:
+            stored = self._handles[file].get_slice(name)
+            at = 0
+            for rows in part.rows or [slice(0, shape[0])]:
+                count = rows.stop - rows.start
+                out[at : at + count].copy_(stored[(rows, *columns)])
+                at += count
         except SafetensorError as error:
             raise broken_file(file, error) from error
 

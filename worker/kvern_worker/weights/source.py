@@ -15,6 +15,31 @@ from kvern.errors import KvernError, invalid
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some rows (outputs) of a matrix or vector, range after range, and of a matrix some columns (inputs); None: all."""
+
+    rows: Sequence[slice] | None = None
+    columns: slice | None = None
+
+    def shape(self, *whole: int) -> tuple[int, ...]:
+        """Of the part of a tensor of shape ``whole``."""
+        sizes = list(whole)
+        if self.rows is not None:
+            sizes[0] = sum(rows.stop - rows.start for rows in self.rows)
+        if self.columns is not None:
+            sizes[1] = self.columns.stop - self.columns.start
+        return tuple(sizes)
+
+    def of(self, whole: Tensor) -> Tensor:
+        if self.columns is not None:
+            whole = whole[:, self.columns]
+        return whole if self.rows is None else torch.cat([whole[rows] for rows in self.rows])
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies. ``shape`` is the logical one; ``num_bytes`` what it takes in ``file``; ``dtype`` None in GGUF,
     which has types of its own."""
@@ -33,6 +58,12 @@ class TensorSource(ABC):
     @abstractmethod
     def read_into(self, name: str, out: Tensor) -> None:
         """Writes the tensor into ``out`` (of the shape in ``infos``), converted to its dtype."""
+
+    def read_part(self, name: str, shape: tuple[int, ...], part: Part, out: Tensor) -> None:
+        """Writes a part of the tensor of ``shape`` into ``out``. This one reads all of it first."""
+        whole = torch.empty(shape, dtype=out.dtype)
+        self.read_into(name, whole)
+        out.copy_(part.of(whole))
 
     def blocks(self, name: str) -> tuple[Tensor, str] | None:
         """The tensor as it is quantized, uint8 [rows, bytes of a row], and its ggml type; None where it is not."""
@@ -94,6 +125,9 @@ class TextPart(TensorSource):
     def read_into(self, name: str, out: Tensor) -> None:
         self._whole.read_into(self.PREFIX + name, out)
 
+    def read_part(self, name: str, shape: tuple[int, ...], part: Part, out: Tensor) -> None:
+        self._whole.read_part(self.PREFIX + name, shape, part, out)
+
 
 def text_part(source: TensorSource) -> TensorSource:
     """``source``, or its text part where it has one."""
@@ -111,6 +145,9 @@ class Rooted(TensorSource):
 
     def read_into(self, name: str, out: Tensor) -> None:
         self._bare.read_into(name.removeprefix(self.PREFIX), out)
+
+    def read_part(self, name: str, shape: tuple[int, ...], part: Part, out: Tensor) -> None:
+        self._bare.read_part(name.removeprefix(self.PREFIX), shape, part, out)
 
 
 def rooted(source: TensorSource) -> TensorSource:

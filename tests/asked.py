@@ -72,7 +72,7 @@ ROWS: dict[str, list[Row]] = {
             "`--device cuda`",
             "the same executor on Triton kernels; sampling on the device",
             ("worker/gpu/test_gpu_worker.py", "worker/gpu/test_gpu_parts.py"),
-            "interpreted, not yet run on a GPU; no hybrids, images, LoRA, MLA",
+            "interpreted, not yet run on a GPU; no hybrids, images, MLA",
         ),
     ],
     "Parallelism": [

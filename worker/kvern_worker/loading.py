@@ -139,7 +139,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
     kv_dtype_name = choose_kv_dtype(options.kv_cache_dtype, dtype_name)
     kv_dtype = kv_cache.DTYPES[kv_dtype_name]
     if isinstance(device, Gpu):
-        gpu_loading.check(checkpoint.file, config, kv_dtype_name, options.max_loras)
+        gpu_loading.check(checkpoint.file, config, kv_dtype_name)
         gpu_loading.use_exact(bool(options.exact))
     kv_heads = tp.num_kv_heads(config.num_kv_heads)
     size = _size(options, checkpoint, dtype, kv_dtype, device)
@@ -177,7 +177,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
         )
     with _phase("weights", format=checkpoint.load_format, dtype=dtype_name, threads=threads) as done:
         torch.set_num_threads(1)
-        adapters = _adapters(options, dtype)
+        adapters = _adapters(options, dtype, device.place)
         slots = None if adapters is None else adapters.slots
         loader = WeightLoader(
             *(checkpoint.source, dtype, progress.add, threads, keep_quantized),
@@ -194,6 +194,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
     if slots is not None and not slots.targets:
         raise invalid("enable_lora", f"{config.architecture} has no linear layers that take adapters")
     if isinstance(device, Gpu):
+        device.adapters = slots
         with _phase("kv_cache") as done:
             size = gpu_loading.fit_cache(
                 *(device, model, cache, size),
@@ -202,6 +203,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
                 utilization=options.gpu_memory_utilization,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
+                pooling=pooling is not None,
             )
             done.update(blocks=size.num_blocks, tokens=size.num_tokens, max_model_len=size.max_model_len)
     with _phase("warmup"):
@@ -273,10 +275,10 @@ def _multiplies_bfloat16(device: Host | Gpu) -> bool:
     return has_fast_bfloat16() if device.place.type == "cpu" else torch.cuda.is_bf16_supported()
 
 
-def _adapters(options: LoadOptions, dtype: torch.dtype) -> AdapterLibrary | None:
+def _adapters(options: LoadOptions, dtype: torch.dtype, place: torch.device) -> AdapterLibrary | None:
     if not options.max_loras:
         return None
-    slots = AdapterSlots(options.max_loras, options.max_lora_rank, dtype)
+    slots = AdapterSlots(options.max_loras, options.max_lora_rank, dtype, place)
     return AdapterLibrary(slots, max(options.max_cpu_loras or 0, options.max_loras), dtype)
 
 

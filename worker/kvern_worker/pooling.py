@@ -181,10 +181,10 @@ def pool(
     other in ``states``; ``ends`` [S]. By mean or first token, all sequences are whole."""
     last = np.cumsum(lengths) - 1
     if config.kind == _MEAN:
-        means = torch.segment_reduce(
-            model.hidden(states, slice(None)), "mean", lengths=torch.from_numpy(lengths), axis=0
-        )
-        return means.numpy()[ends]
+        hidden = model.hidden(states, slice(None))
+        each = torch.from_numpy(lengths).to(hidden.device)
+        means = torch.segment_reduce(hidden, "mean", lengths=each, axis=0)
+        return means.cpu().numpy()[ends]
     rows = last if config.kind == _LAST else last - lengths + 1
-    vectors: npt.NDArray[np.float32] = model.hidden(states, torch.from_numpy(rows[ends])).numpy()
+    vectors: npt.NDArray[np.float32] = model.hidden(states, torch.from_numpy(rows[ends])).cpu().numpy()
     return vectors

@@ -119,8 +119,14 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
         return reference.linear(x, packed, out_dtype)
     if x.shape[1] != packed.in_features:
         raise ValueError(f"linear: x has {x.shape[1]} features, the weights take {packed.in_features}")
-    if _library_serves(x, packed, out_dtype):
-        return F.linear(x, packed.codes, packed.bias)
+    library = _library_serves(x, packed, out_dtype)
+    out = F.linear(x, packed.codes, packed.bias) if library else _product(x, packed, out_dtype)
+    if packed.delta is not None and packed.delta.active:
+        packed.delta.add(x, out)
+    return out
+
+
+def _product(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
     values, scales = quantized(dense(x), packed.activations)
     tokens, n = x.shape[0], packed.out_features
     out = torch.empty((tokens, n), dtype=out_dtype or x.dtype, device=x.device)

@@ -39,6 +39,7 @@ class PackedLinear:
     group: int = 0
     zero: int = 0
     activations: str | None = None
+    delta: Any = None  # see reference.PackedLinear
 
     @property
     def num_bytes(self) -> int:

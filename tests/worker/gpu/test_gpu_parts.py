@@ -147,14 +147,13 @@ def test_without_a_gpu_the_error_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_what_runs_on_cpus_only_is_refused_by_name(tmp_path: Path) -> None:
-    def refused(name: str, message: str, kv_dtype: str = "bf16", max_loras: int = 0) -> None:
+    def refused(name: str, message: str, kv_dtype: str = "bf16") -> None:
         folder = tmp_path / name
         opened = open_checkpoint(str(save_config(name, folder)), "dummy")
         with pytest.raises(KvernError, match=message):
-            check(opened.file, opened.config, kv_dtype, max_loras)
+            check(opened.file, opened.config, kv_dtype)
 
     refused("Llama", "kv-cache-dtype int8 is not supported on a GPU", kv_dtype="int8")
-    refused("Llama", "LoRA is not supported on a GPU", max_loras=1)
     refused("Bamba", "keeps states beside its KV cache")
 
 

@@ -6,16 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from lora_adapters import merge, save_adapter
+from parity.local_engine import LocalEngine
 from quantize import SCHEMES, quantize_tensors, write_checkpoint
 from safetensors.torch import load_file
 from worker.conftest import load_executor
 from worker.mini_scheduler import MiniScheduler, Sequence, generate, greedy
+from worker.test_worker_embeddings import embed as pooled
 from worker.test_worker_parity import assert_greedy, random_prompts
 
 import kvern_kernels as kernels
+from kvern.v1 import worker_pb2
 from kvern.v1.sampling_pb2 import SamplingParams
 
 VOCAB = 67
@@ -136,3 +141,34 @@ def test_a_quantized_model_with_an_fp8_cache_equals_the_cpu(device: str, model: 
     folder = write_checkpoint(tmp_path / "gptq", like, stored, scheme)
     options = {"kv_cache_dtype": "fp8", "enforce_eager": True}
     assert_alike(traced(folder, device=device, **options), on_cpu(lambda: traced(folder, **options)), 1e-3)
+
+
+def test_adapters_equal_merged_weights(device: str, model: Made, tmp_path: Path) -> None:
+    reference, folder = model("dense")
+    adapter = save_adapter(tmp_path / "adapter", reference, ["q_proj", "v_proj", "o_proj", "up_proj"], 3, 1)
+    executor = load_executor(folder, device=device, max_loras=2, max_lora_rank=4, **SMALL)
+    executor.place_adapter(worker_pb2.PlaceAdapterRequest(path=str(adapter), slot=2))
+    prompts = random_prompts(3, 4, 10, VOCAB)
+    sequences = [Sequence(prompt, greedy(), 3, adapter=2 * (i % 2)) for i, prompt in enumerate(prompts)]
+    MiniScheduler(executor).run(sequences, chunk=8)
+    models = {0: reference, 2: merge(reference, adapter)}
+    for sequence in sequences:
+        assert_greedy(models[sequence.adapter], sequence.prompt, sequence.output)
+    unadapted = Sequence(prompts[1], greedy(), 3)
+    MiniScheduler(executor).run([unadapted])
+    assert unadapted.output != sequences[1].output
+
+
+def test_embeddings_equal_the_cpu(device: str, model: Made, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
+    transformers.BertModel(config).eval().save_pretrained(tmp_path)
+    options = {**SMALL, "cudagraph_capture_sizes": None, "pooler_config": '{"pooling_type": "MEAN"}'}
+
+    def embed(device: str) -> list[np.ndarray]:
+        engine = LocalEngine(load_executor(tmp_path, device=device, **options))
+        return pooled(engine, random_prompts(3, 4, 10, VOCAB))
+
+    for found, expected in zip(embed(device), on_cpu(lambda: embed("cpu")), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from kvern_worker.adapters.peft import Adapter, Target
 @dataclass(slots=True)
 class AdaptedLinear:
     """What slots add to one linear layer's output. ``a`` [slots, slices, rank, in], ``b`` [slots, out, rank] (outputs side
-    by side in memory), ``scales`` float32 [slots], 0 where the slot's adapter leaves this layer alone."""
+    by side in memory on a CPU), ``scales`` float32 [slots], 0 where the slot's adapter leaves this layer alone, which
+    ``adapted`` says on the host, [slots]."""
 
     slots: AdapterSlots
     a: Tensor
@@ -30,6 +32,7 @@ class AdaptedLinear:
     scales: Tensor
     prefixes: tuple[str, ...]
     widths: tuple[int, ...]
+    adapted: npt.NDArray[np.bool_]
 
     @property
     def active(self) -> bool:
@@ -39,7 +42,7 @@ class AdaptedLinear:
     def add(self, x: Tensor, out: Tensor) -> None:
         """Adds B·A·x·scale of each row's adapter to ``out`` [T, out]; x [T, in]."""
         plan = self.slots.plan
-        if plan is None or not any(self.scales[slot] for slot in self.slots.used):
+        if plan is None or not self.adapted[self.slots.used].any():
             return
         hidden = kernels.lora_shrink(x, self.a, plan)
         kernels.lora_expand(hidden, self.b, self.scales, plan, out, self.widths)
@@ -48,6 +51,7 @@ class AdaptedLinear:
         """Slices that the adapter leaves alone become zeros."""
         pairs = [adapter.pairs.get(prefix) for prefix in self.prefixes]
         given = [pair for pair in pairs if pair is not None]
+        self.adapted[slot] = bool(given)
         if not given:
             self.scales[slot] = 0.0
             return
@@ -64,28 +68,35 @@ class AdaptedLinear:
 
 
 class AdapterSlots:
-    """``num_slots`` adapters of up to ``max_rank``, in ``dtype``. ``plan`` and ``used`` are those of the running step."""
+    """``num_slots`` adapters of up to ``max_rank``, in ``dtype`` on ``place``. ``plan`` and ``used`` are those of the
+    running step."""
 
-    def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, place: torch.device | None = None
+    ) -> None:
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.plan: Any = None
         self.used: list[int] = []
         self.targets: dict[str, Target] = {}
         self._dtype = dtype
+        self._place = place or torch.device("cpu")
         self._linears: list[AdaptedLinear] = []
 
     def adapt(self, packed: Any, prefixes: Sequence[str], sizes: Sequence[int], in_size: int) -> Any:
         """The packed layer, whose output gets what the adapters of a step add to its modules ``prefixes``. Memory is
         only touched when a slot is filled."""
         slots, rank, out_size = self.num_slots, self.max_rank, sum(sizes)
+        zeros = partial(torch.zeros, dtype=self._dtype, device=self._place)
+        on_cpu = self._place.type == "cpu"
         linear = AdaptedLinear(
             self,
-            torch.zeros(slots, len(sizes), rank, in_size, dtype=self._dtype),
-            torch.zeros(slots, rank, out_size, dtype=self._dtype).transpose(1, 2),
-            torch.zeros(slots),
+            zeros(slots, len(sizes), rank, in_size),
+            zeros(slots, rank, out_size).transpose(1, 2) if on_cpu else zeros(slots, out_size, rank),
+            torch.zeros(slots, device=self._place),
             tuple(prefixes),
             tuple(sizes),
+            np.zeros(slots, np.bool_),
         )
         self._linears.append(linear)
         for prefix, size in zip(prefixes, sizes, strict=True):
@@ -98,7 +109,8 @@ class AdapterSlots:
         self.used = used[used >= 0].tolist()
         self.plan = None
         if self.used:
-            self.plan = kernels.lora_plan(torch.from_numpy(np.repeat(slots, lengths)), self.num_slots)
+            rows = torch.from_numpy(np.repeat(slots, lengths)).to(self._place)
+            self.plan = kernels.lora_plan(rows, self.num_slots)
 
     @torch.inference_mode()
     def fill(self, slot: int, adapter: Adapter) -> None:

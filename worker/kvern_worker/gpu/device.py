@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvern.errors import invalid
 from kvern.v1.sampling_pb2 import TokenLogprobs
+from kvern_worker.adapters.slots import AdapterSlots
 from kvern_worker.gpu.graphs import DecodeGraphs
 from kvern_worker.gpu.sampling import GpuSampler, GpuSamplingState, token_logprobs
 from kvern_worker.gpu.staging import Staging
@@ -25,12 +26,13 @@ Ints = npt.NDArray[np.int64]
 
 class Gpu:
     """``place`` a GPU; or the CPU, where Triton's interpreter runs the same code (for tests). ``graphs`` are there once
-    the model has been loaded, unless none are wanted."""
+    the model has been loaded, unless none are wanted. Steps that use ``adapters`` are in no graph."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
         self.name = "cuda" if place.type == "cuda" else "triton interpreter"
         self.graphs: DecodeGraphs | None = None
+        self.adapters: AdapterSlots | None = None
         self._staging = Staging(place)
         self._sampler = GpuSampler(place)
 
@@ -41,7 +43,8 @@ class Gpu:
         return free, free
 
     def forward(self, model: Model, step: StepInputs) -> Any:
-        states = None if self.graphs is None else self.graphs.forward(step)
+        adapted = self.adapters is not None and self.adapters.plan is not None
+        states = None if self.graphs is None or adapted else self.graphs.forward(step)
         return model.forward(self._staging.put_step(step)) if states is None else states
 
     def tensor(self, array: npt.NDArray[np.generic]) -> Tensor:

@@ -22,7 +22,7 @@ _WIDEST_HEAD = 256  # what the attention kernels were compiled for, within a chi
 log = logging.getLogger(__name__)
 
 
-def check(file: Any, config: ModelConfig, kv_dtype: str, max_loras: int) -> None:
+def check(file: Any, config: ModelConfig, kv_dtype: str) -> None:
     """Raises KvernError for what runs on CPUs only. ``file``: the model's; one with ``DEVICES`` says where it runs."""
     what = config.architecture
     if "cuda" not in getattr(file, "DEVICES", ("cpu", "cuda")):
@@ -46,8 +46,6 @@ def check(file: Any, config: ModelConfig, kv_dtype: str, max_loras: int) -> None
             field="kv_cache_dtype",
             value=kv_dtype,
         )
-    if max_loras:
-        raise unsupported("LoRA is not supported on a GPU yet; use --device cpu", field="enable_lora")
 
 
 def use_exact(exact: bool) -> None:
@@ -68,11 +66,12 @@ def fit_cache(
     utilization: float | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    pooling: bool,
 ) -> KvSize:
     """Gives ``cache``, loaded with one block, its size: ``size`` where bytes were asked for, or what is free beside a
     step of ``max_num_batched_tokens``. Raises KvernError where that holds no request of the length asked for."""
     step = largest_step(max_num_batched_tokens, size.max_model_len, size.block_size)
-    peak = measure_peak(device, model, step, max_num_seqs)
+    peak = measure_peak(device, model, step, max_num_seqs, pooling)
     if asked_bytes is None:
         free, total = device.memory()
         pool = pool_bytes(total, free, peak, utilization)

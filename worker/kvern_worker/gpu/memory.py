@@ -34,8 +34,9 @@ def largest_step(num_tokens: int, max_model_len: int, block_size: int) -> StepIn
 
 
 @torch.inference_mode()
-def measure_peak(device: Gpu, model: Model, step: StepInputs, max_num_seqs: int) -> int:
-    """Bytes that ``step`` and the sampling of ``max_num_seqs`` rows need at most beside weights and cache; 0 off a GPU."""
+def measure_peak(device: Gpu, model: Model, step: StepInputs, max_num_seqs: int, pooling: bool) -> int:
+    """Bytes that ``step`` and the sampling (or ``pooling``) of ``max_num_seqs`` rows need at most beside weights and cache;
+    0 off a GPU."""
     measured = device.place.type == "cuda"
     if measured:
         torch.cuda.empty_cache()
@@ -43,11 +44,11 @@ def measure_peak(device: Gpu, model: Model, step: StepInputs, max_num_seqs: int)
     before = torch.cuda.memory_allocated(device.place) if measured else 0
     states: Any = device.forward(model, step)
     rows = slice(0, min(max_num_seqs, step.token_ids.shape[0]))
-    if isinstance(model, Embedder):
-        model.hidden(states, rows)
-    # Sampling changes a copy of them.
-    logits = model.logits(states, rows).clone()
-    del states, logits
+    if pooling and isinstance(model, Embedder):
+        found = model.hidden(states, slice(None))
+    else:
+        found = model.logits(states, rows).clone()  # sampling changes a copy of them
+    del states, found
     if not measured:
         return 0
     torch.cuda.synchronize(device.place)

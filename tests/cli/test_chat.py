@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from kvern_gateway.cli.chat import Chat, ChatFailed, converse
+from kvern_gateway.cli.chat import Chat, ChatFailed, converse, image_url
 
 
 class Script:
@@ -48,6 +49,23 @@ def run(chat: Chat, *lines: str, answered: bool = True) -> str:
     out = io.StringIO()
     assert converse(chat, read=lambda _: next(typed), out=out) == answered
     return out.getvalue()
+
+
+def test_the_first_question_is_about_the_images(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+    urls = [image_url(str(tmp_path / "a.png")), image_url("https://example.com/b.jpg")]
+    script = Script(["A mill."], ["Yes."])
+    typed = iter(say("What is this?", "Sure?"))
+    assert converse(make_chat(script), read=lambda _: next(typed), out=io.StringIO(), images=urls)
+    first, _, second = script.bodies[1]["messages"]  # type: ignore[misc]
+    assert [part.get("image_url", part.get("text")) for part in first["content"]] == [
+        {"url": "data:image/png;base64,cGljdHVyZQ=="},
+        {"url": "https://example.com/b.jpg"},
+        "What is this?",
+    ]
+    assert second["content"] == "Sure?"
+    with pytest.raises(ChatFailed, match="cannot read"):
+        image_url(str(tmp_path / "none.png"))
 
 
 def test_the_history_goes_along() -> None:

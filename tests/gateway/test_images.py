@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvern.block_hash import hash_prompt, join_hashes
 from kvern.errors import KvernError
-from kvern.media import keys_of
+from kvern.media import MAX_MEDIA_BYTES, keys_of
 from kvern.rpc.packing import unpack_i32
 from kvern.v1 import generation_pb2, generation_pb2_grpc
 from kvern_gateway.media.fetch import Fetcher, MediaRules, is_public
-from kvern_gateway.media.images import ImageLimits, Images, load_images
+from kvern_gateway.media.images import ImageLimits, Images, Source, load_images
 from kvern_gateway.text.tokenizer import TextModel
 
 IMAGE_ID = 3
@@ -334,6 +334,23 @@ async def test_files_are_read_under_one_folder_only(tmp_path: Path) -> None:
     ):
         with pytest.raises(KvernError):
             await fetcher.fetch("image", url)
+
+
+async def test_an_image_of_a_good_camera_is_made_small_enough(tmp_path: Path, text: TextModel) -> None:
+    """The model's own bound lets one image be more than a request may have."""
+    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": IMAGE_ID}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    transformers.Qwen2VLImageProcessor(min_pixels=3136, max_pixels=12_845_056).save_pretrained(tmp_path)
+    images = load_images(tmp_path, text.token_text, TEMPLATE, ANY, ImageLimits())
+    assert images is not None
+    file = io.BytesIO()
+    Image.new("RGB", (4032, 3024), (200, 30, 90)).save(file, "JPEG")
+    try:
+        (item,) = await images.prepare([Source("image", data=file.getvalue())])
+    finally:
+        await images.close()
+    assert 0.9 * MAX_MEDIA_BYTES < len(item.pixels) <= MAX_MEDIA_BYTES
+    assert abs(item.width / item.height - 4 / 3) < 0.05
 
 
 def test_flags_that_make_no_sense_are_refused(folder: Path, text: TextModel) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
@@ -26,7 +29,7 @@ class Chat:
         self._model = model or self._first_model()
         self._system = [{"role": "system", "content": system}] if system else []
         self._sampling = {name: value for name, value in sampling.items() if value is not None}
-        self.messages: list[dict[str, str]] = list(self._system)
+        self.messages: list[dict[str, Any]] = list(self._system)
 
     @property
     def model(self) -> str:
@@ -35,9 +38,13 @@ class Chat:
     def clear(self) -> None:
         self.messages = list(self._system)
 
-    def ask(self, text: str) -> Iterator[str]:
-        """Pieces of the answer as they come. Raises :class:`ChatFailed`."""
-        self.messages.append({"role": "user", "content": text})
+    def ask(self, text: str, images: Sequence[str] = ()) -> Iterator[str]:
+        """Pieces of the answer as they come; ``images``: URLs that the question is about. Raises :class:`ChatFailed`."""
+        content: Any = text
+        if images:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+            content = [*parts, {"type": "text", "text": text}]
+        self.messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         try:
             for piece in self._stream():
@@ -88,8 +95,26 @@ def _error_message(body: str) -> str:
         return body[:500]
 
 
-def converse(chat: Chat, read: Callable[[str], str] = input, out: TextIO = sys.stdout) -> bool:
-    """Question and answer until /exit or the end of input. Returns whether the last question was answered."""
+def image_url(image: str) -> str:
+    """A URL as it is, a file's contents as a data URL. Raises :class:`ChatFailed`."""
+    if image.partition(":")[0] in ("http", "https", "data", "file"):
+        return image
+    try:
+        data = base64.b64encode(Path(image).read_bytes()).decode()
+    except OSError as error:
+        raise ChatFailed(f"cannot read {image}: {error.strerror}") from error
+    kind = mimetypes.guess_type(image)[0] or "image/png"
+    return f"data:{kind};base64,{data}"
+
+
+def converse(
+    chat: Chat,
+    read: Callable[[str], str] = input,
+    out: TextIO = sys.stdout,
+    images: Sequence[str] = (),
+) -> bool:
+    """Question and answer until /exit or the end of input. ``images``: URLs that the first question is about. Returns
+    whether the last question was answered."""
     answered = True
     print(f"{chat.model}. {HELP}", file=out)
     while True:
@@ -105,7 +130,7 @@ def converse(chat: Chat, read: Callable[[str], str] = input, out: TextIO = sys.s
             continue
         if not text:
             continue
-        answer = chat.ask(text)
+        answer, images = chat.ask(text, images), ()
         answered = True
         try:
             for piece in answer:

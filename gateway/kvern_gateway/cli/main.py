@@ -62,6 +62,10 @@ def chat(
     temperature: Annotated[float | None, typer.Option()] = None,
     max_tokens: Annotated[int | None, typer.Option()] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="File or URL that the first question is about; repeat for several"),
+    ] = None,
 ) -> None:
     """Talk to a model in the terminal."""
     import httpx
@@ -72,9 +76,10 @@ def chat(
     with httpx.Client(base_url=base_url.removesuffix("/").removesuffix("/v1"), headers=headers) as client:
         try:
             session = chatting.Chat(client, model, system, temperature=temperature, max_tokens=max_tokens)
+            images = [chatting.image_url(each) for each in image or ()]
         except chatting.ChatFailed as error:
             fail(error)
-        if not chatting.converse(session):
+        if not chatting.converse(session, images=images):
             raise typer.Exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from kvern_gateway.media.fetch import Fetcher, MediaRules
 from kvern_gateway.media.prepare import KWARGS, Unprepared, preparation
 from kvern_gateway.processes import ProcessFailed, ProcessPool
 from kvern_gateway.validation import unimplemented
+
+log = logging.getLogger(__name__)
 
 _WORKER = "kvern_gateway.media.image_worker"
 _MAX_PROCESSES = 2
@@ -191,6 +194,13 @@ def load_images(
         raise ValueError(f"the image processor in {path}: {error}") from error
     if found is None:
         return None
+    if found.kind == "qwen" and found.size["longest_edge"] * 3 > MAX_MEDIA_BYTES:
+        # Else every photograph of a good camera would be refused.
+        processor |= {"min_pixels": found.size["shortest_edge"], "max_pixels": MAX_MEDIA_BYTES // 3}
+        log.warning(
+            "images are resized to at most %d pixels, not %d: a request has at most %d bytes of them",
+            *(MAX_MEDIA_BYTES // 3, found.size["longest_edge"], MAX_MEDIA_BYTES),
+        )
     token_id = model.get("image_token_id", model.get("image_token_index"))
     token_id = token_id if token_id is not None else 151_655 if found.kind == "qwen" else 32_000
     return Images(

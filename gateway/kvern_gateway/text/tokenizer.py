@@ -183,6 +183,9 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         templates["default"] = named
     elif isinstance(named, list):
         templates = {entry["name"]: entry["template"] for entry in named}
+    # Of models that see: their processor's.
+    if isinstance(own := _read_json(path / "chat_template.json").get("chat_template"), str):
+        templates["default"] = own
     file = path / "chat_template.jinja"
     if file.exists():
         templates["default"] = file.read_text(encoding="utf-8")

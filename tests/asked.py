@@ -296,7 +296,15 @@ ROWS: dict[str, list[Row]] = {
             "`--log-format`, `--enable-log-requests`, `--enable-logging-iteration-details`, `kvern logging`",
             ("scheduler/test_event_log.py", "worker/test_start_log.py"),
         ),
-        Row("profiler", "", missing="`kvern profile`"),
+        Row(
+            "profiler",
+            "`kvern profile`: phases of steps, kernels, a Chrome trace",
+            (
+                "worker/test_profiling.py",
+                "e2e/test_ui.py::test_profile_times_phases_and_kernels_of_a_running_stack",
+            ),
+            "kernels on a GPU",
+        ),
     ],
     "Deployment": [
         Row(

@@ -42,6 +42,14 @@ async def set_logging(gateway: Gateway, request: pb.SetLoggingRequest) -> pb.Set
     return answer
 
 
+async def profile(gateway: Gateway, request: pb.ProfileCellRequest) -> pb.ProfileCellResponse:
+    """Raises KvernError UNIMPLEMENTED where tenants must not do it."""
+    operators_only(gateway, "a profile")
+    timeout_s = request.milliseconds / 1000 + 20
+    answer: pb.ProfileCellResponse = await gateway.client.operate("ProfileCell", request, timeout_s)
+    return answer
+
+
 def operators_only(gateway: Gateway, what: str) -> None:
     """Raises KvernError UNIMPLEMENTED."""
     if gateway.keys.required:
@@ -66,6 +74,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     async def SetLogging(self, request: pb.SetLoggingRequest, context: Context) -> pb.SetLoggingResponse:
         return await set_logging(self._gateway, request)
+
+    async def ProfileCell(self, request: pb.ProfileCellRequest, context: Context) -> pb.ProfileCellResponse:
+        return await profile(self._gateway, request)
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: Context) -> Any:
         return await self._gateway.client.operate("GetBlocks", request)

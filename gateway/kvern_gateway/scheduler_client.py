@@ -77,7 +77,7 @@ class SchedulerClient:
         self._check_connected()
         return self.requests.attach(request_id, tenant)
 
-    async def operate(self, method: str, request: Message) -> Any:
+    async def operate(self, method: str, request: Message, timeout_s: float = OPERATE_TIMEOUT_S) -> Any:
         """The leader's answer to a method of its OperationsService.
 
         Raises:
@@ -87,7 +87,7 @@ class SchedulerClient:
             raise unavailable("no scheduler is connected; try again shortly")
         stub = operations_pb2_grpc.OperationsServiceStub(self._leaders.channel(self._address))
         try:
-            return await getattr(stub, method)(request, timeout=OPERATE_TIMEOUT_S)
+            return await getattr(stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 

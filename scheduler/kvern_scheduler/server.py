@@ -230,7 +230,7 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
             args.enable_lora,
         )
         servicer.lead(engine, workers, leadership.epoch, Archive(engine, store, state.retained_s), adapters)
-        operations.lead(engine)
+        operations.lead(engine, workers)
         starting.append(asyncio.create_task(adapters.run()))
         computing.append(asyncio.create_task(engine.tick()))
         computing.append(asyncio.create_task(_watch_workers(server, engine, workers, state.instances)))

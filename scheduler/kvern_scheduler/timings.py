@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 CAPACITY = 4096
 
@@ -17,6 +18,11 @@ class Ring:
     def add(self, seconds: float) -> None:
         self._values[self.count % CAPACITY] = seconds * 1e6
         self.count += 1
+
+    def newest(self, count: int) -> npt.NDArray[np.float32]:
+        """The last ``count`` values, as far as they are kept, in no order."""
+        places = np.arange(self.count - min(count, self.count, CAPACITY), self.count) % CAPACITY
+        return self._values[places]
 
     def median(self) -> float:
         """0 when empty."""

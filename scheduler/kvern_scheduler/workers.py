@@ -75,6 +75,17 @@ class Worker:
         self._last_result = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
+    async def profile(self, milliseconds: int) -> worker_pb2.ProfileResponse:
+        """What its kernels take meanwhile. Raises grpc.aio.AioRpcError."""
+        channel = self._dial(self.address)
+        try:
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            request = worker_pb2.ProfileRequest(milliseconds=milliseconds)
+            answer: worker_pb2.ProfileResponse = await stub.Profile(request, timeout=milliseconds / 1000 + 5)
+            return answer
+        finally:
+            await channel.close(None)
+
     async def run(self) -> None:
         """Redials for ever."""
         channel = self._dial(self.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -118,3 +119,28 @@ def test_top_and_explain_say_what_the_status_says(smollm: Running) -> None:
     assert "cell default" in once.stdout, once.stderr
     unknown = subprocess.run([*command[:2], "no-such", *command[3:]], capture_output=True, text=True)
     assert (unknown.returncode, "--max-timelines" in unknown.stderr) == (2, True)
+
+
+def test_profile_times_phases_and_kernels_of_a_running_stack(smollm: Running, tmp_path: Path) -> None:
+    stream = smollm.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    stream.until_events(2)
+    path = tmp_path / "trace.json"
+    command = [str(BIN / "kvern"), "profile", "--seconds", "1", "--output", str(path)]
+    done = subprocess.run(
+        [*command, "--base-url", smollm.base_url], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    stream.wait()
+    found = re.search(r"(\d+) steps in", done.stdout)
+    assert found and (steps := int(found[1])) >= 2
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert sum(event["name"].startswith("step ") for event in spans) == steps
+    forward = {e["ts"]: e["dur"] for e in spans if e["name"] == "forward" and e["tid"] == 2}
+    kernels = [event for event in spans if event["tid"] == 3]
+    own = [line.split() for line in done.stdout.split("kernel ")[1].splitlines()[1:] if line.strip()]
+    seconds = sum(float(words[3]) for words in own if words[0] == "0")
+    assert len(forward) == steps and kernels
+    # Kernels are most of what the worker calls the forward pass and sampling, and no more than the time that passed.
+    assert 0.3 * sum(forward.values()) / 1e6 < seconds < 1.2
+    assert all(event["name"] in done.stdout for event in kernels)

@@ -103,6 +103,9 @@ async def test_a_tenant_sees_its_own_requests_only(serve: Serve) -> None:
     own = {"Authorization": "Bearer secret"}
     assert (await served.http.get(PATH, headers=own)).status_code == 200
     assert served.scheduler.asked[-1].tenant == "default"  # type: ignore[attr-defined]
+    for path, body in (("/v1/logging", {"requests": True}), ("/v1/profile", {"seconds": 0.1})):
+        refused_here = await served.http.post(path, json=body, headers=own)
+        assert refused_here.json()["error"]["code"] == "unimplemented", "it would concern all tenants"
     stub = operations_pb2_grpc.OperationsServiceStub(served.channel)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ListTimelines(pb.ListTimelinesRequest())

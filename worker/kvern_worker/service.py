@@ -35,6 +35,7 @@ from kvern_worker.plan_checks import check_plan, claimed, failed_step, is_empty
 
 SERVICE_NAME = "kvern.v1.WorkerService"
 HEARTBEAT_S = 0.25
+MAX_PROFILE_MS = 60_000
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._owner: _Stream | None = None
         self._streams: set[_Stream] = set()
         self._last_done = 0.0
+        self._profiling = False
         # Adapters are placed one after the other, in the order asked: also those whose caller has hung up.
         self._placing = ThreadPoolExecutor(1, "adapters")
 
@@ -241,6 +243,39 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         # Shielded: what has been asked for is done before what is asked next, or an old one could come last.
         placing = asyncio.get_running_loop().run_in_executor(self._placing, executor.place_adapter, request)
         return await asyncio.shield(placing)
+
+    async def Profile(
+        self, request: worker_pb2.ProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.ProfileResponse:
+        self._ready_executor()
+        if not 0 < request.milliseconds <= MAX_PROFILE_MS:
+            raise invalid(
+                "milliseconds",
+                f"milliseconds is {request.milliseconds}, it must be 1 to {MAX_PROFILE_MS}",
+                value=request.milliseconds,
+                limit=MAX_PROFILE_MS,
+            )
+        seconds = request.milliseconds / 1000
+        if self._description.device != "cpu":
+            await asyncio.sleep(seconds)
+            return worker_pb2.ProfileResponse(
+                note=f"kernels are timed on CPUs only, and this worker computes on {self._description.device}"
+            )
+        if self._profiling:
+            raise KvernError(
+                error_pb2.ERROR_CODE_UNAVAILABLE, "a profile is being taken; try again", retry_after_ms=1000
+            )
+        from kvern_worker.profiling import KernelTimers
+
+        timers = KernelTimers()
+        self._profiling = True
+        timers.start()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._profiling = False
+            answer = timers.stop()
+        return answer
 
     async def Execute(
         self,

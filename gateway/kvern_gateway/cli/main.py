@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from kvern_gateway.cli import bench_engine, bench_load, bench_observe, bench_tiers, command_up, explain, top
+from kvern_gateway.cli import (
+    bench_engine,
+    bench_load,
+    bench_observe,
+    bench_tiers,
+    command_up,
+    explain,
+    profile,
+    top,
+)
 from kvern_gateway.cli.command_up import Fsync, Store
 from kvern_gateway.cli.report import fail, print_result, run_fast
 
@@ -28,6 +37,7 @@ app.add_typer(bench, name="bench")
 app.command("up")(command_up.up)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
+app.command("profile")(profile.profile)
 app.command("logging")(explain.logging)
 bench.command("engine")(bench_engine.engine)
 bench.command("observe")(bench_observe.observe)

@@ -21,7 +21,15 @@ from kvern_gateway.http.chat import chat_prompt, parse_chat
 from kvern_gateway.http.completions import parse_completion
 from kvern_gateway.http.embeddings import EmbeddingsRoute
 from kvern_gateway.http.generate import GenerateRoute
-from kvern_gateway.http.operations import Blocks, Status, TimelineJson, Timelines, TimelineSvg, set_logging
+from kvern_gateway.http.operations import (
+    Blocks,
+    Status,
+    TimelineJson,
+    Timelines,
+    TimelineSvg,
+    profile,
+    set_logging,
+)
 from kvern_gateway.http.ui import UI_FILES, Ui
 from kvern_gateway.http.wire import (
     Receive,
@@ -71,6 +79,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         Route("/", ui, methods=get),
         Route("/ui", ui, methods=get),
         Route("/ui/{name}", ui, methods=get),
+        Route("/v1/profile", cold(profile), methods=post),
         Route("/v1/logging", cold(set_logging), methods=post),
         Route("/health", _Health(gateway), methods=get),
         Route("/ping", _Health(gateway), methods=[*get, *post]),

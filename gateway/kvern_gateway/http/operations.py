@@ -99,6 +99,13 @@ class Status(_Route):
         await send_json(scope, send, {**status, "gateway": counters})
 
 
+async def profile(gateway: Gateway, values: dict[str, Any]) -> dict[str, Any]:
+    """``{"seconds": 5}``. The trace is gzipped, in base64."""
+    seconds = Fields(values).number("seconds", 0.1, 60.0, 5.0)
+    request = pb.ProfileCellRequest(milliseconds=int(1000 * seconds))
+    return as_json(await operations.profile(gateway, request))
+
+
 async def set_logging(gateway: Gateway, values: dict[str, Any]) -> dict[str, Any]:
     """``{"requests": true, "steps": false}``; what is absent stays."""
     fields = Fields(values)
@@ -122,7 +129,7 @@ def _numbers(value: Any, name: str = "") -> Any:
     return int(value) if name in _WIDE and isinstance(value, str) else value
 
 
-_WIDE = {"step", "steps", "epoch", "tokens_ahead", "pending_prompt_tokens"}
+_WIDE = {"count", "calls", "step", "steps", "epoch", "tokens_ahead", "pending_prompt_tokens"}
 
 
 def _line(line: Line) -> dict[str, Any]:

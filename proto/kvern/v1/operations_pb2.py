@@ -24,59 +24,68 @@ _sym_db = _symbol_database.Default()
 
 from kvern.v1 import sampling_pb2 as kvern_dot_v1_dot_sampling__pb2
 from kvern.v1 import session_pb2 as kvern_dot_v1_dot_session__pb2
+from kvern.v1 import worker_pb2 as kvern_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvern/v1/operations.proto\x12\x08kvern.v1\x1a\x17kvern/v1/sampling.proto\x1a\x16kvern/v1/session.proto\"U\n\x11SetLoggingRequest\x12\x15\n\x08requests\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0b\n\t_requestsB\x08\n\x06_steps\"5\n\x12SetLoggingResponse\x12\x10\n\x08requests\x18\x01 \x01(\x08\x12\r\n\x05steps\x18\x02 \x01(\x08\"H\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\";\n\x13GetTimelineResponse\x12$\n\x08timeline\x18\x01 \x01(\x0b\x32\x12.kvern.v1.Timeline\"\xc9\x01\n\x08Timeline\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x03 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12)\n\x07\x63hoices\x18\x07 \x03(\x0b\x32\x18.kvern.v1.ChoiceTimeline\x12\x0b\n\x03now\x18\x08 \x01(\x01\x12\x13\n\x0bsteps_since\x18\t \x01(\x01\"\xaa\x01\n\x0e\x43hoiceTimeline\x12\x1f\n\x06phases\x18\x01 \x03(\x0b\x32\x0f.kvern.v1.Phase\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\xdc\x02\n\x05Phase\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.kvern.v1.PhaseKind\x12\r\n\x05start\x18\x02 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x01\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12#\n\x05\x63\x61use\x18\x05 \x01(\x0e\x32\x14.kvern.v1.PhaseCause\x12!\n\x14routed_cached_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ctokens_ahead\x18\x07 \x01(\x04\x12\x1d\n\x05waits\x18\x08 \x03(\x0b\x32\x0e.kvern.v1.Wait\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0e\n\x06\x62locks\x18\n \x01(\r\x12\x1f\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x0f.kvern.v1.Chunk\x12$\n\x05steps\x18\x0c \x01(\x0b\x32\x15.kvern.v1.StepSummaryB\x17\n\x15_routed_cached_tokens\"=\n\x04Wait\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.kvern.v1.WaitReason\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"L\n\x05\x43hunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x14\n\x0cother_tokens\x18\x04 \x01(\r\"\xc8\x01\n\x0bStepSummary\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\x0b\n\x03p50\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x12\'\n\x07slowest\x18\x05 \x01(\x0b\x32\x16.kvern.v1.StepTimeline\x12\x12\n\ncommit_p50\x18\x06 \x01(\x01\x12\x16\n\x0e\x63ommit_longest\x18\x07 \x01(\x01\x12\x14\n\x0c\x66orward_mean\x18\x08 \x01(\x01\x12\x13\n\x0bsample_mean\x18\t \x01(\x01\"\x9c\x01\n\x0cStepTimeline\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x66olded\x18\x02 \x01(\x01\x12\x0f\n\x07\x64\x65\x63oded\x18\x03 \x01(\r\x12\x11\n\tprefilled\x18\x04 \x01(\r\x12\x0f\n\x07wait_us\x18\x05 \x01(\r\x12\x12\n\nprepare_us\x18\x06 \x01(\r\x12\x12\n\nforward_us\x18\x07 \x01(\r\x12\x11\n\tsample_us\x18\x08 \x01(\r\"E\n\x14ListTimelinesRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05limit\x18\x02 \x01(\rB\t\n\x07_tenant\"B\n\x15ListTimelinesResponse\x12)\n\ttimelines\x18\x01 \x03(\x0b\x32\x16.kvern.v1.TimelineHead\"\xc1\x01\n\x0cTimelineHead\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x1b\n\x13\x66irst_token_seconds\x18\x07 \x01(\x01\x12\"\n\x05phase\x18\x08 \x01(\x0e\x32\x13.kvern.v1.PhaseKind\"\x12\n\x10GetBlocksRequest\":\n\x11GetBlocksResponse\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.kvern.v1.GroupBlocks\"C\n\x0bGroupBlocks\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x0e\n\x06states\x18\x03 \x01(\x0c\"\x16\n\x14GetCellStatusRequest\"D\n\x15GetCellStatusResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.kvern.v1.GetStatusResponse*\x9a\x01\n\tPhaseKind\x12\x1a\n\x16PHASE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_KIND_HELD\x10\x01\x12\x17\n\x13PHASE_KIND_HOMELESS\x10\x02\x12\x14\n\x10PHASE_KIND_QUEUE\x10\x03\x12\x16\n\x12PHASE_KIND_PREFILL\x10\x04\x12\x15\n\x11PHASE_KIND_DECODE\x10\x05*\x84\x01\n\nPhaseCause\x12\x1b\n\x17PHASE_CAUSE_UNSPECIFIED\x10\x00\x12\x19\n\x15PHASE_CAUSE_PREEMPTED\x10\x01\x12\x1b\n\x17PHASE_CAUSE_WORKER_LOST\x10\x02\x12!\n\x1dPHASE_CAUSE_SCHEDULER_CHANGED\x10\x03*\xc9\x01\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16WAIT_REASON_BATCH_FULL\x10\x01\x12\x17\n\x13WAIT_REASON_KV_FULL\x10\x02\x12\x1c\n\x18WAIT_REASON_TOKEN_BUDGET\x10\x03\x12\x1c\n\x18WAIT_REASON_LONG_PROMPTS\x10\x04\x12\x17\n\x13WAIT_REASON_ADAPTER\x10\x05\x12\x14\n\x10WAIT_REASON_STEP\x10\x06\x32\x92\x03\n\x11OperationsService\x12J\n\x0bGetTimeline\x12\x1c.kvern.v1.GetTimelineRequest\x1a\x1d.kvern.v1.GetTimelineResponse\x12P\n\rListTimelines\x12\x1e.kvern.v1.ListTimelinesRequest\x1a\x1f.kvern.v1.ListTimelinesResponse\x12\x44\n\tGetBlocks\x12\x1a.kvern.v1.GetBlocksRequest\x1a\x1b.kvern.v1.GetBlocksResponse\x12P\n\rGetCellStatus\x12\x1e.kvern.v1.GetCellStatusRequest\x1a\x1f.kvern.v1.GetCellStatusResponse\x12G\n\nSetLogging\x12\x1b.kvern.v1.SetLoggingRequest\x1a\x1c.kvern.v1.SetLoggingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvern/v1/operations.proto\x12\x08kvern.v1\x1a\x17kvern/v1/sampling.proto\x1a\x16kvern/v1/session.proto\x1a\x15kvern/v1/worker.proto\"*\n\x12ProfileCellRequest\x12\x14\n\x0cmilliseconds\x18\x01 \x01(\r\"\x92\x01\n\x13ProfileCellResponse\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12#\n\x06phases\x18\x03 \x03(\x0b\x32\x13.kvern.v1.PhaseTime\x12\'\n\x07kernels\x18\x04 \x03(\x0b\x32\x16.kvern.v1.GroupKernels\x12\r\n\x05trace\x18\x05 \x01(\x0c\"i\n\tPhaseTime\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0b\n\x03p50\x18\x05 \x01(\x01\x12\x0f\n\x07longest\x18\x06 \x01(\x01\"U\n\x0cGroupKernels\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12%\n\x07kernels\x18\x02 \x03(\x0b\x32\x14.kvern.v1.KernelTime\x12\x0c\n\x04note\x18\x03 \x01(\t\"U\n\x11SetLoggingRequest\x12\x15\n\x08requests\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0b\n\t_requestsB\x08\n\x06_steps\"5\n\x12SetLoggingResponse\x12\x10\n\x08requests\x18\x01 \x01(\x08\x12\r\n\x05steps\x18\x02 \x01(\x08\"H\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\";\n\x13GetTimelineResponse\x12$\n\x08timeline\x18\x01 \x01(\x0b\x32\x12.kvern.v1.Timeline\"\xc9\x01\n\x08Timeline\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x03 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12)\n\x07\x63hoices\x18\x07 \x03(\x0b\x32\x18.kvern.v1.ChoiceTimeline\x12\x0b\n\x03now\x18\x08 \x01(\x01\x12\x13\n\x0bsteps_since\x18\t \x01(\x01\"\xaa\x01\n\x0e\x43hoiceTimeline\x12\x1f\n\x06phases\x18\x01 \x03(\x0b\x32\x0f.kvern.v1.Phase\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.kvern.v1.FinishReason\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\xdc\x02\n\x05Phase\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.kvern.v1.PhaseKind\x12\r\n\x05start\x18\x02 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x01\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12#\n\x05\x63\x61use\x18\x05 \x01(\x0e\x32\x14.kvern.v1.PhaseCause\x12!\n\x14routed_cached_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ctokens_ahead\x18\x07 \x01(\x04\x12\x1d\n\x05waits\x18\x08 \x03(\x0b\x32\x0e.kvern.v1.Wait\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0e\n\x06\x62locks\x18\n \x01(\r\x12\x1f\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x0f.kvern.v1.Chunk\x12$\n\x05steps\x18\x0c \x01(\x0b\x32\x15.kvern.v1.StepSummaryB\x17\n\x15_routed_cached_tokens\"=\n\x04Wait\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.kvern.v1.WaitReason\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"L\n\x05\x43hunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x14\n\x0cother_tokens\x18\x04 \x01(\r\"\xc8\x01\n\x0bStepSummary\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\x0b\n\x03p50\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x12\'\n\x07slowest\x18\x05 \x01(\x0b\x32\x16.kvern.v1.StepTimeline\x12\x12\n\ncommit_p50\x18\x06 \x01(\x01\x12\x16\n\x0e\x63ommit_longest\x18\x07 \x01(\x01\x12\x14\n\x0c\x66orward_mean\x18\x08 \x01(\x01\x12\x13\n\x0bsample_mean\x18\t \x01(\x01\"\x9c\x01\n\x0cStepTimeline\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x66olded\x18\x02 \x01(\x01\x12\x0f\n\x07\x64\x65\x63oded\x18\x03 \x01(\r\x12\x11\n\tprefilled\x18\x04 \x01(\r\x12\x0f\n\x07wait_us\x18\x05 \x01(\r\x12\x12\n\nprepare_us\x18\x06 \x01(\r\x12\x12\n\nforward_us\x18\x07 \x01(\r\x12\x11\n\tsample_us\x18\x08 \x01(\r\"E\n\x14ListTimelinesRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05limit\x18\x02 \x01(\rB\t\n\x07_tenant\"B\n\x15ListTimelinesResponse\x12)\n\ttimelines\x18\x01 \x03(\x0b\x32\x16.kvern.v1.TimelineHead\"\xc1\x01\n\x0cTimelineHead\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x1b\n\x13\x66irst_token_seconds\x18\x07 \x01(\x01\x12\"\n\x05phase\x18\x08 \x01(\x0e\x32\x13.kvern.v1.PhaseKind\"\x12\n\x10GetBlocksRequest\":\n\x11GetBlocksResponse\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.kvern.v1.GroupBlocks\"C\n\x0bGroupBlocks\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x0e\n\x06states\x18\x03 \x01(\x0c\"\x16\n\x14GetCellStatusRequest\"D\n\x15GetCellStatusResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.kvern.v1.GetStatusResponse*\x9a\x01\n\tPhaseKind\x12\x1a\n\x16PHASE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_KIND_HELD\x10\x01\x12\x17\n\x13PHASE_KIND_HOMELESS\x10\x02\x12\x14\n\x10PHASE_KIND_QUEUE\x10\x03\x12\x16\n\x12PHASE_KIND_PREFILL\x10\x04\x12\x15\n\x11PHASE_KIND_DECODE\x10\x05*\x84\x01\n\nPhaseCause\x12\x1b\n\x17PHASE_CAUSE_UNSPECIFIED\x10\x00\x12\x19\n\x15PHASE_CAUSE_PREEMPTED\x10\x01\x12\x1b\n\x17PHASE_CAUSE_WORKER_LOST\x10\x02\x12!\n\x1dPHASE_CAUSE_SCHEDULER_CHANGED\x10\x03*\xc9\x01\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16WAIT_REASON_BATCH_FULL\x10\x01\x12\x17\n\x13WAIT_REASON_KV_FULL\x10\x02\x12\x1c\n\x18WAIT_REASON_TOKEN_BUDGET\x10\x03\x12\x1c\n\x18WAIT_REASON_LONG_PROMPTS\x10\x04\x12\x17\n\x13WAIT_REASON_ADAPTER\x10\x05\x12\x14\n\x10WAIT_REASON_STEP\x10\x06\x32\xde\x03\n\x11OperationsService\x12J\n\x0bGetTimeline\x12\x1c.kvern.v1.GetTimelineRequest\x1a\x1d.kvern.v1.GetTimelineResponse\x12P\n\rListTimelines\x12\x1e.kvern.v1.ListTimelinesRequest\x1a\x1f.kvern.v1.ListTimelinesResponse\x12\x44\n\tGetBlocks\x12\x1a.kvern.v1.GetBlocksRequest\x1a\x1b.kvern.v1.GetBlocksResponse\x12P\n\rGetCellStatus\x12\x1e.kvern.v1.GetCellStatusRequest\x1a\x1f.kvern.v1.GetCellStatusResponse\x12J\n\x0bProfileCell\x12\x1c.kvern.v1.ProfileCellRequest\x1a\x1d.kvern.v1.ProfileCellResponse\x12G\n\nSetLogging\x12\x1b.kvern.v1.SetLoggingRequest\x1a\x1c.kvern.v1.SetLoggingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.operations_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASEKIND']._serialized_start=2175
-  _globals['_PHASEKIND']._serialized_end=2329
-  _globals['_PHASECAUSE']._serialized_start=2332
-  _globals['_PHASECAUSE']._serialized_end=2464
-  _globals['_WAITREASON']._serialized_start=2467
-  _globals['_WAITREASON']._serialized_end=2668
-  _globals['_SETLOGGINGREQUEST']._serialized_start=88
-  _globals['_SETLOGGINGREQUEST']._serialized_end=173
-  _globals['_SETLOGGINGRESPONSE']._serialized_start=175
-  _globals['_SETLOGGINGRESPONSE']._serialized_end=228
-  _globals['_GETTIMELINEREQUEST']._serialized_start=230
-  _globals['_GETTIMELINEREQUEST']._serialized_end=302
-  _globals['_GETTIMELINERESPONSE']._serialized_start=304
-  _globals['_GETTIMELINERESPONSE']._serialized_end=363
-  _globals['_TIMELINE']._serialized_start=366
-  _globals['_TIMELINE']._serialized_end=567
-  _globals['_CHOICETIMELINE']._serialized_start=570
-  _globals['_CHOICETIMELINE']._serialized_end=740
-  _globals['_PHASE']._serialized_start=743
-  _globals['_PHASE']._serialized_end=1091
-  _globals['_WAIT']._serialized_start=1093
-  _globals['_WAIT']._serialized_end=1154
-  _globals['_CHUNK']._serialized_start=1156
-  _globals['_CHUNK']._serialized_end=1232
-  _globals['_STEPSUMMARY']._serialized_start=1235
-  _globals['_STEPSUMMARY']._serialized_end=1435
-  _globals['_STEPTIMELINE']._serialized_start=1438
-  _globals['_STEPTIMELINE']._serialized_end=1594
-  _globals['_LISTTIMELINESREQUEST']._serialized_start=1596
-  _globals['_LISTTIMELINESREQUEST']._serialized_end=1665
-  _globals['_LISTTIMELINESRESPONSE']._serialized_start=1667
-  _globals['_LISTTIMELINESRESPONSE']._serialized_end=1733
-  _globals['_TIMELINEHEAD']._serialized_start=1736
-  _globals['_TIMELINEHEAD']._serialized_end=1929
-  _globals['_GETBLOCKSREQUEST']._serialized_start=1931
-  _globals['_GETBLOCKSREQUEST']._serialized_end=1949
-  _globals['_GETBLOCKSRESPONSE']._serialized_start=1951
-  _globals['_GETBLOCKSRESPONSE']._serialized_end=2009
-  _globals['_GROUPBLOCKS']._serialized_start=2011
-  _globals['_GROUPBLOCKS']._serialized_end=2078
-  _globals['_GETCELLSTATUSREQUEST']._serialized_start=2080
-  _globals['_GETCELLSTATUSREQUEST']._serialized_end=2102
-  _globals['_GETCELLSTATUSRESPONSE']._serialized_start=2104
-  _globals['_GETCELLSTATUSRESPONSE']._serialized_end=2172
-  _globals['_OPERATIONSSERVICE']._serialized_start=2671
-  _globals['_OPERATIONSSERVICE']._serialized_end=3073
+  _globals['_PHASEKIND']._serialized_start=2585
+  _globals['_PHASEKIND']._serialized_end=2739
+  _globals['_PHASECAUSE']._serialized_start=2742
+  _globals['_PHASECAUSE']._serialized_end=2874
+  _globals['_WAITREASON']._serialized_start=2877
+  _globals['_WAITREASON']._serialized_end=3078
+  _globals['_PROFILECELLREQUEST']._serialized_start=111
+  _globals['_PROFILECELLREQUEST']._serialized_end=153
+  _globals['_PROFILECELLRESPONSE']._serialized_start=156
+  _globals['_PROFILECELLRESPONSE']._serialized_end=302
+  _globals['_PHASETIME']._serialized_start=304
+  _globals['_PHASETIME']._serialized_end=409
+  _globals['_GROUPKERNELS']._serialized_start=411
+  _globals['_GROUPKERNELS']._serialized_end=496
+  _globals['_SETLOGGINGREQUEST']._serialized_start=498
+  _globals['_SETLOGGINGREQUEST']._serialized_end=583
+  _globals['_SETLOGGINGRESPONSE']._serialized_start=585
+  _globals['_SETLOGGINGRESPONSE']._serialized_end=638
+  _globals['_GETTIMELINEREQUEST']._serialized_start=640
+  _globals['_GETTIMELINEREQUEST']._serialized_end=712
+  _globals['_GETTIMELINERESPONSE']._serialized_start=714
+  _globals['_GETTIMELINERESPONSE']._serialized_end=773
+  _globals['_TIMELINE']._serialized_start=776
+  _globals['_TIMELINE']._serialized_end=977
+  _globals['_CHOICETIMELINE']._serialized_start=980
+  _globals['_CHOICETIMELINE']._serialized_end=1150
+  _globals['_PHASE']._serialized_start=1153
+  _globals['_PHASE']._serialized_end=1501
+  _globals['_WAIT']._serialized_start=1503
+  _globals['_WAIT']._serialized_end=1564
+  _globals['_CHUNK']._serialized_start=1566
+  _globals['_CHUNK']._serialized_end=1642
+  _globals['_STEPSUMMARY']._serialized_start=1645
+  _globals['_STEPSUMMARY']._serialized_end=1845
+  _globals['_STEPTIMELINE']._serialized_start=1848
+  _globals['_STEPTIMELINE']._serialized_end=2004
+  _globals['_LISTTIMELINESREQUEST']._serialized_start=2006
+  _globals['_LISTTIMELINESREQUEST']._serialized_end=2075
+  _globals['_LISTTIMELINESRESPONSE']._serialized_start=2077
+  _globals['_LISTTIMELINESRESPONSE']._serialized_end=2143
+  _globals['_TIMELINEHEAD']._serialized_start=2146
+  _globals['_TIMELINEHEAD']._serialized_end=2339
+  _globals['_GETBLOCKSREQUEST']._serialized_start=2341
+  _globals['_GETBLOCKSREQUEST']._serialized_end=2359
+  _globals['_GETBLOCKSRESPONSE']._serialized_start=2361
+  _globals['_GETBLOCKSRESPONSE']._serialized_end=2419
+  _globals['_GROUPBLOCKS']._serialized_start=2421
+  _globals['_GROUPBLOCKS']._serialized_end=2488
+  _globals['_GETCELLSTATUSREQUEST']._serialized_start=2490
+  _globals['_GETCELLSTATUSREQUEST']._serialized_end=2512
+  _globals['_GETCELLSTATUSRESPONSE']._serialized_start=2514
+  _globals['_GETCELLSTATUSRESPONSE']._serialized_end=2582
+  _globals['_OPERATIONSSERVICE']._serialized_start=3081
+  _globals['_OPERATIONSSERVICE']._serialized_end=3559
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvern.v1 import sampling_pb2 as _sampling_pb2
 from kvern.v1 import session_pb2 as _session_pb2
+from kvern.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -107,6 +108,123 @@ WAIT_REASON_ADAPTER: WaitReason.ValueType  # 5
 WAIT_REASON_STEP: WaitReason.ValueType  # 6
 """For the step that ran."""
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
+
+@_typing.final
+class ProfileCellRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MILLISECONDS_FIELD_NUMBER: _builtins.int
+    milliseconds: _builtins.int
+    """At most 60,000."""
+    def __init__(
+        self,
+        *,
+        milliseconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["milliseconds", b"milliseconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileCellRequest: _TypeAlias = ProfileCellRequest  # noqa: Y015
+
+@_typing.final
+class ProfileCellResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    seconds: _builtins.float
+    trace: _builtins.bytes
+    """Chrome's trace format, gzipped JSON."""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseTime]: ...
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupKernels]: ...
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        phases: _abc.Iterable[Global___PhaseTime] | None = ...,
+        kernels: _abc.Iterable[Global___GroupKernels] | None = ...,
+        trace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "phases", b"phases", "seconds", b"seconds", "steps", b"steps", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileCellResponse: _TypeAlias = ProfileCellResponse  # noqa: Y015
+
+@_typing.final
+class PhaseTime(_message.Message):
+    """Seconds. The phases of the scheduler are of all groups, and have no group_id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    name: _builtins.str
+    count: _builtins.int
+    seconds: _builtins.float
+    p50: _builtins.float
+    longest: _builtins.float
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        p50: _builtins.float = ...,
+        longest: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "group_id", b"group_id", "longest", b"longest", "name", b"name", "p50", b"p50", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseTime: _TypeAlias = PhaseTime  # noqa: Y015
+
+@_typing.final
+class GroupKernels(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    note: _builtins.str
+    """Why there are none."""
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.KernelTime]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        kernels: _abc.Iterable[_worker_pb2.KernelTime] | None = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "kernels", b"kernels", "note", b"note"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupKernels: _TypeAlias = GroupKernels  # noqa: Y015
 
 @_typing.final
 class SetLoggingRequest(_message.Message):

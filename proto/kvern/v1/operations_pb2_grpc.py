@@ -56,6 +56,11 @@ class OperationsServiceStub:
                 request_serializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.FromString,
                 _registered_method=True)
+        self.ProfileCell = channel.unary_unary(
+                '/kvern.v1.OperationsService/ProfileCell',
+                request_serializer=kvern_dot_v1_dot_operations__pb2.ProfileCellRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_operations__pb2.ProfileCellResponse.FromString,
+                _registered_method=True)
         self.SetLogging = channel.unary_unary(
                 '/kvern.v1.OperationsService/SetLogging',
                 request_serializer=kvern_dot_v1_dot_operations__pb2.SetLoggingRequest.SerializeToString,
@@ -96,6 +101,13 @@ class OperationsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileCell(self, request, context):
+        """Times steps, and the kernels of all ready workers, for a while. A gateway that asks for keys refuses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetLogging(self, request, context):
         """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
         that asks for keys refuses it: such records show all tenants.
@@ -126,6 +138,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetCellStatus,
                     request_deserializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.SerializeToString,
+            ),
+            'ProfileCell': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileCell,
+                    request_deserializer=kvern_dot_v1_dot_operations__pb2.ProfileCellRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_operations__pb2.ProfileCellResponse.SerializeToString,
             ),
             'SetLogging': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLogging,
@@ -243,6 +260,33 @@ class OperationsService:
             '/kvern.v1.OperationsService/GetCellStatus',
             kvern_dot_v1_dot_operations__pb2.GetCellStatusRequest.SerializeToString,
             kvern_dot_v1_dot_operations__pb2.GetCellStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileCell(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.OperationsService/ProfileCell',
+            kvern_dot_v1_dot_operations__pb2.ProfileCellRequest.SerializeToString,
+            kvern_dot_v1_dot_operations__pb2.ProfileCellResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class OperationsServiceStub:
     """What each KV block is used for at this moment."""
     GetCellStatus: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetCellStatusRequest, _operations_pb2.GetCellStatusResponse]
     """As SchedulerService.GetStatus."""
+    ProfileCell: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ProfileCellRequest, _operations_pb2.ProfileCellResponse]
+    """Times steps, and the kernels of all ready workers, for a while. A gateway that asks for keys refuses it."""
     SetLogging: _grpc.UnaryUnaryMultiCallable[_operations_pb2.SetLoggingRequest, _operations_pb2.SetLoggingResponse]
     """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
     that asks for keys refuses it: such records show all tenants.
@@ -63,6 +65,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """What each KV block is used for at this moment."""
     GetCellStatus: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetCellStatusRequest, _operations_pb2.GetCellStatusResponse]  # type: ignore[assignment]
     """As SchedulerService.GetStatus."""
+    ProfileCell: _aio.UnaryUnaryMultiCallable[_operations_pb2.ProfileCellRequest, _operations_pb2.ProfileCellResponse]  # type: ignore[assignment]
+    """Times steps, and the kernels of all ready workers, for a while. A gateway that asks for keys refuses it."""
     SetLogging: _aio.UnaryUnaryMultiCallable[_operations_pb2.SetLoggingRequest, _operations_pb2.SetLoggingResponse]  # type: ignore[assignment]
     """Switches records of requests and of steps on or off; what is absent stays. Answers with what holds now. A gateway
     that asks for keys refuses it: such records show all tenants.
@@ -104,6 +108,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.GetCellStatusResponse, _abc.Awaitable[_operations_pb2.GetCellStatusResponse]]:
         """As SchedulerService.GetStatus."""
+
+    @_abc_1.abstractmethod
+    def ProfileCell(
+        self,
+        request: _operations_pb2.ProfileCellRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.ProfileCellResponse, _abc.Awaitable[_operations_pb2.ProfileCellResponse]]:
+        """Times steps, and the kernels of all ready workers, for a while. A gateway that asks for keys refuses it."""
 
     @_abc_1.abstractmethod
     def SetLogging(

@@ -28,47 +28,53 @@ from kvern.v1 import model_pb2 as kvern_dot_v1_dot_model__pb2
 from kvern.v1 import sampling_pb2 as kvern_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/worker.proto\x12\x08kvern.v1\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/media.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x04\n\x10\x44\x65scribeResponse\x12$\n\x05phase\x18\x01 \x01(\x0e\x32\x15.kvern.v1.WorkerPhase\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\"\n\x05model\x18\x05 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x08 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x13\n\x0binstance_id\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05steps\x18\r \x01(\x04\x12\x19\n\x11last_step_unix_ms\x18\x0e \x01(\x04\x12\x18\n\x10num_state_blocks\x18\x14 \x01(\r\x12\x11\n\tmax_loras\x18\x1e \x01(\r\x12\x19\n\x11num_memory_blocks\x18( \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18) \x01(\r\x12\x16\n\x0erank_addresses\x18< \x03(\t\x12\x0c\n\x04rank\x18= \x01(\r\x12\x15\n\rsampling_rank\x18> \x01(\r\x12\x14\n\x0cweight_bytes\x18? \x01(\x04\"3\n\x0e\x45xecuteRequest\x12!\n\x05plans\x18\x01 \x03(\x0b\x32\x12.kvern.v1.StepPlan\"\xaf\x03\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x01(\x0c\x12,\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x15.kvern.v1.NewSequence\x12\x14\n\x0c\x61ppend_slots\x18\x05 \x01(\x0c\x12\x15\n\rappend_blocks\x18\x06 \x01(\x0c\x12\x1a\n\x12\x61ppend_generations\x18\x07 \x01(\x0c\x12\x14\n\x0c\x63opy_sources\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63opy_targets\x18\t \x01(\x0c\x12\x15\n\rprefill_slots\x18\n \x01(\x0c\x12\x17\n\x0fprefill_lengths\x18\x0b \x01(\x0c\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\x0c \x01(\x0c\x12\x12\n\nsave_slots\x18\x14 \x01(\x0c\x12\x19\n\x11save_state_blocks\x18\x15 \x01(\x0c\x12\x1e\n\x16save_state_generations\x18\x16 \x01(\x0c\x12%\n\ttransfers\x18( \x03(\x0b\x32\x12.kvern.v1.Transfer\x12\x0f\n\x07\x61ttempt\x18< \x01(\r\"z\n\x08Transfer\x12\n\n\x02id\x18\x01 \x01(\x04\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvern.v1.TransferKind\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62lock_generations\x18\x04 \x01(\x0c\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\"S\n\x0cTransferDone\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmicroseconds\x18\x04 \x01(\r\"\xb7\x02\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\x12\x19\n\x11\x62lock_generations\x18\x07 \x01(\x0c\x12(\n\x06params\x18\x08 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\x18\n\x0bstate_block\x18\x14 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x1e \x01(\r\x12\"\n\x05media\x18( \x03(\x0b\x32\x13.kvern.v1.MediaItemB\x0e\n\x0c_state_block\"c\n\x0f\x45xecuteResponse\x12%\n\x07results\x18\x01 \x03(\x0b\x32\x14.kvern.v1.StepResult\x12)\n\ttransfers\x18( \x03(\x0b\x32\x16.kvern.v1.TransferDone\"\xba\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.kvern.v1.SlotLogprobs\x12#\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x13.kvern.v1.SlotError\x12\x0f\n\x07wait_us\x18\x07 \x01(\r\x12\x12\n\nprepare_us\x18\x08 \x01(\r\x12\x12\n\nforward_us\x18\t \x01(\r\x12\x11\n\tsample_us\x18\n \x01(\r\x12\x12\n\nembeddings\x18\x0c \x01(\x0c\x12\x12\n\nnum_images\x18( \x01(\r\x12\x19\n\x11num_images_cached\x18) \x01(\r\x12\x0f\n\x07\x63omm_us\x18< \x01(\r\"\x8b\x01\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12(\n\x07sampled\x18\x02 \x01(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x03 \x01(\r\x12\'\n\x06prompt\x18\x04 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\"9\n\tSlotError\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.Error\"P\n\x13PlaceAdapterRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\"4\n\x14PlaceAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\x15\n\x13GetInventoryRequest\"\x89\x01\n\x14GetInventoryResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0bgenerations\x18\x04 \x01(\x0c\x12\x15\n\rmemory_hashes\x18( \x01(\x0c\x12\x13\n\x0b\x64isk_hashes\x18) \x01(\x0c*\x91\x01\n\x0bWorkerPhase\x12\x1c\n\x18WORKER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_PHASE_STARTING\x10\x01\x12\x18\n\x14WORKER_PHASE_LOADING\x10\x02\x12\x16\n\x12WORKER_PHASE_READY\x10\x03\x12\x17\n\x13WORKER_PHASE_FAILED\x10\x04*\xa9\x01\n\x0cTransferKind\x12\x1d\n\x19TRANSFER_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_KIND_STORE\x10\x01\x12\x16\n\x12TRANSFER_KIND_LOAD\x10\x02\x12\x17\n\x13TRANSFER_KIND_WRITE\x10\x03\x12\x16\n\x12TRANSFER_KIND_DROP\x10\x04\x12\x18\n\x14TRANSFER_KIND_UNLINK\x10\x05\x32\xb4\x02\n\rWorkerService\x12\x41\n\x08\x44\x65scribe\x12\x19.kvern.v1.DescribeRequest\x1a\x1a.kvern.v1.DescribeResponse\x12\x42\n\x07\x45xecute\x12\x18.kvern.v1.ExecuteRequest\x1a\x19.kvern.v1.ExecuteResponse(\x01\x30\x01\x12M\n\x0cGetInventory\x12\x1d.kvern.v1.GetInventoryRequest\x1a\x1e.kvern.v1.GetInventoryResponse\x12M\n\x0cPlaceAdapter\x12\x1d.kvern.v1.PlaceAdapterRequest\x1a\x1e.kvern.v1.PlaceAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/worker.proto\x12\x08kvern.v1\x1a\x14kvern/v1/error.proto\x1a\x14kvern/v1/media.proto\x1a\x14kvern/v1/model.proto\x1a\x17kvern/v1/sampling.proto\"&\n\x0eProfileRequest\x12\x14\n\x0cmilliseconds\x18\x01 \x01(\r\"\x9e\x01\n\x0fProfileResponse\x12%\n\x07kernels\x18\x01 \x03(\x0b\x32\x14.kvern.v1.KernelTime\x12\x14\n\x0c\x63\x61ll_kernels\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63\x61ll_starts\x18\x03 \x01(\x0c\x12\x18\n\x10\x63\x61ll_nanoseconds\x18\x04 \x01(\x0c\x12\x11\n\ttruncated\x18\x05 \x01(\x08\x12\x0c\n\x04note\x18\x06 \x01(\t\":\n\nKernelTime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x04\n\x10\x44\x65scribeResponse\x12$\n\x05phase\x18\x01 \x01(\x0e\x32\x15.kvern.v1.WorkerPhase\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.kvern.v1.Error\x12\"\n\x05model\x18\x05 \x01(\x0b\x32\x13.kvern.v1.ModelInfo\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x08 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x13\n\x0binstance_id\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05steps\x18\r \x01(\x04\x12\x19\n\x11last_step_unix_ms\x18\x0e \x01(\x04\x12\x18\n\x10num_state_blocks\x18\x14 \x01(\r\x12\x11\n\tmax_loras\x18\x1e \x01(\r\x12\x19\n\x11num_memory_blocks\x18( \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18) \x01(\r\x12\x16\n\x0erank_addresses\x18< \x03(\t\x12\x0c\n\x04rank\x18= \x01(\r\x12\x15\n\rsampling_rank\x18> \x01(\r\x12\x14\n\x0cweight_bytes\x18? \x01(\x04\"3\n\x0e\x45xecuteRequest\x12!\n\x05plans\x18\x01 \x03(\x0b\x32\x12.kvern.v1.StepPlan\"\xaf\x03\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x01(\x0c\x12,\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x15.kvern.v1.NewSequence\x12\x14\n\x0c\x61ppend_slots\x18\x05 \x01(\x0c\x12\x15\n\rappend_blocks\x18\x06 \x01(\x0c\x12\x1a\n\x12\x61ppend_generations\x18\x07 \x01(\x0c\x12\x14\n\x0c\x63opy_sources\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63opy_targets\x18\t \x01(\x0c\x12\x15\n\rprefill_slots\x18\n \x01(\x0c\x12\x17\n\x0fprefill_lengths\x18\x0b \x01(\x0c\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\x0c \x01(\x0c\x12\x12\n\nsave_slots\x18\x14 \x01(\x0c\x12\x19\n\x11save_state_blocks\x18\x15 \x01(\x0c\x12\x1e\n\x16save_state_generations\x18\x16 \x01(\x0c\x12%\n\ttransfers\x18( \x03(\x0b\x32\x12.kvern.v1.Transfer\x12\x0f\n\x07\x61ttempt\x18< \x01(\r\"z\n\x08Transfer\x12\n\n\x02id\x18\x01 \x01(\x04\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvern.v1.TransferKind\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62lock_generations\x18\x04 \x01(\x0c\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\"S\n\x0cTransferDone\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmicroseconds\x18\x04 \x01(\r\"\xb7\x02\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\x12\x19\n\x11\x62lock_generations\x18\x07 \x01(\x0c\x12(\n\x06params\x18\x08 \x01(\x0b\x32\x18.kvern.v1.SamplingParams\x12\x18\n\x0bstate_block\x18\x14 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x1e \x01(\r\x12\"\n\x05media\x18( \x03(\x0b\x32\x13.kvern.v1.MediaItemB\x0e\n\x0c_state_block\"c\n\x0f\x45xecuteResponse\x12%\n\x07results\x18\x01 \x03(\x0b\x32\x14.kvern.v1.StepResult\x12)\n\ttransfers\x18( \x03(\x0b\x32\x16.kvern.v1.TransferDone\"\xba\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.kvern.v1.SlotLogprobs\x12#\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x13.kvern.v1.SlotError\x12\x0f\n\x07wait_us\x18\x07 \x01(\r\x12\x12\n\nprepare_us\x18\x08 \x01(\r\x12\x12\n\nforward_us\x18\t \x01(\r\x12\x11\n\tsample_us\x18\n \x01(\r\x12\x12\n\nembeddings\x18\x0c \x01(\x0c\x12\x12\n\nnum_images\x18( \x01(\r\x12\x19\n\x11num_images_cached\x18) \x01(\r\x12\x0f\n\x07\x63omm_us\x18< \x01(\r\"\x8b\x01\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12(\n\x07sampled\x18\x02 \x01(\x0b\x32\x17.kvern.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x03 \x01(\r\x12\'\n\x06prompt\x18\x04 \x03(\x0b\x32\x17.kvern.v1.TokenLogprobs\"9\n\tSlotError\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.kvern.v1.Error\"P\n\x13PlaceAdapterRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\"4\n\x14PlaceAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\x15\n\x13GetInventoryRequest\"\x89\x01\n\x14GetInventoryResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0bgenerations\x18\x04 \x01(\x0c\x12\x15\n\rmemory_hashes\x18( \x01(\x0c\x12\x13\n\x0b\x64isk_hashes\x18) \x01(\x0c*\x91\x01\n\x0bWorkerPhase\x12\x1c\n\x18WORKER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_PHASE_STARTING\x10\x01\x12\x18\n\x14WORKER_PHASE_LOADING\x10\x02\x12\x16\n\x12WORKER_PHASE_READY\x10\x03\x12\x17\n\x13WORKER_PHASE_FAILED\x10\x04*\xa9\x01\n\x0cTransferKind\x12\x1d\n\x19TRANSFER_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_KIND_STORE\x10\x01\x12\x16\n\x12TRANSFER_KIND_LOAD\x10\x02\x12\x17\n\x13TRANSFER_KIND_WRITE\x10\x03\x12\x16\n\x12TRANSFER_KIND_DROP\x10\x04\x12\x18\n\x14TRANSFER_KIND_UNLINK\x10\x05\x32\xf4\x02\n\rWorkerService\x12\x41\n\x08\x44\x65scribe\x12\x19.kvern.v1.DescribeRequest\x1a\x1a.kvern.v1.DescribeResponse\x12\x42\n\x07\x45xecute\x12\x18.kvern.v1.ExecuteRequest\x1a\x19.kvern.v1.ExecuteResponse(\x01\x30\x01\x12M\n\x0cGetInventory\x12\x1d.kvern.v1.GetInventoryRequest\x1a\x1e.kvern.v1.GetInventoryResponse\x12M\n\x0cPlaceAdapter\x12\x1d.kvern.v1.PlaceAdapterRequest\x1a\x1e.kvern.v1.PlaceAdapterResponse\x12>\n\x07Profile\x12\x18.kvern.v1.ProfileRequest\x1a\x19.kvern.v1.ProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERPHASE']._serialized_start=2622
-  _globals['_WORKERPHASE']._serialized_end=2767
-  _globals['_TRANSFERKIND']._serialized_start=2770
-  _globals['_TRANSFERKIND']._serialized_end=2939
-  _globals['_DESCRIBEREQUEST']._serialized_start=126
-  _globals['_DESCRIBEREQUEST']._serialized_end=143
-  _globals['_DESCRIBERESPONSE']._serialized_start=146
-  _globals['_DESCRIBERESPONSE']._serialized_end=691
-  _globals['_EXECUTEREQUEST']._serialized_start=693
-  _globals['_EXECUTEREQUEST']._serialized_end=744
-  _globals['_STEPPLAN']._serialized_start=747
-  _globals['_STEPPLAN']._serialized_end=1178
-  _globals['_TRANSFER']._serialized_start=1180
-  _globals['_TRANSFER']._serialized_end=1302
-  _globals['_TRANSFERDONE']._serialized_start=1304
-  _globals['_TRANSFERDONE']._serialized_end=1387
-  _globals['_NEWSEQUENCE']._serialized_start=1390
-  _globals['_NEWSEQUENCE']._serialized_end=1701
-  _globals['_EXECUTERESPONSE']._serialized_start=1703
-  _globals['_EXECUTERESPONSE']._serialized_end=1802
-  _globals['_STEPRESULT']._serialized_start=1805
-  _globals['_STEPRESULT']._serialized_end=2119
-  _globals['_SLOTLOGPROBS']._serialized_start=2122
-  _globals['_SLOTLOGPROBS']._serialized_end=2261
-  _globals['_SLOTERROR']._serialized_start=2263
-  _globals['_SLOTERROR']._serialized_end=2320
-  _globals['_PLACEADAPTERREQUEST']._serialized_start=2322
-  _globals['_PLACEADAPTERREQUEST']._serialized_end=2402
-  _globals['_PLACEADAPTERRESPONSE']._serialized_start=2404
-  _globals['_PLACEADAPTERRESPONSE']._serialized_end=2456
-  _globals['_GETINVENTORYREQUEST']._serialized_start=2458
-  _globals['_GETINVENTORYREQUEST']._serialized_end=2479
-  _globals['_GETINVENTORYRESPONSE']._serialized_start=2482
-  _globals['_GETINVENTORYRESPONSE']._serialized_end=2619
-  _globals['_WORKERSERVICE']._serialized_start=2942
-  _globals['_WORKERSERVICE']._serialized_end=3250
+  _globals['_WORKERPHASE']._serialized_start=2883
+  _globals['_WORKERPHASE']._serialized_end=3028
+  _globals['_TRANSFERKIND']._serialized_start=3031
+  _globals['_TRANSFERKIND']._serialized_end=3200
+  _globals['_PROFILEREQUEST']._serialized_start=126
+  _globals['_PROFILEREQUEST']._serialized_end=164
+  _globals['_PROFILERESPONSE']._serialized_start=167
+  _globals['_PROFILERESPONSE']._serialized_end=325
+  _globals['_KERNELTIME']._serialized_start=327
+  _globals['_KERNELTIME']._serialized_end=385
+  _globals['_DESCRIBEREQUEST']._serialized_start=387
+  _globals['_DESCRIBEREQUEST']._serialized_end=404
+  _globals['_DESCRIBERESPONSE']._serialized_start=407
+  _globals['_DESCRIBERESPONSE']._serialized_end=952
+  _globals['_EXECUTEREQUEST']._serialized_start=954
+  _globals['_EXECUTEREQUEST']._serialized_end=1005
+  _globals['_STEPPLAN']._serialized_start=1008
+  _globals['_STEPPLAN']._serialized_end=1439
+  _globals['_TRANSFER']._serialized_start=1441
+  _globals['_TRANSFER']._serialized_end=1563
+  _globals['_TRANSFERDONE']._serialized_start=1565
+  _globals['_TRANSFERDONE']._serialized_end=1648
+  _globals['_NEWSEQUENCE']._serialized_start=1651
+  _globals['_NEWSEQUENCE']._serialized_end=1962
+  _globals['_EXECUTERESPONSE']._serialized_start=1964
+  _globals['_EXECUTERESPONSE']._serialized_end=2063
+  _globals['_STEPRESULT']._serialized_start=2066
+  _globals['_STEPRESULT']._serialized_end=2380
+  _globals['_SLOTLOGPROBS']._serialized_start=2383
+  _globals['_SLOTLOGPROBS']._serialized_end=2522
+  _globals['_SLOTERROR']._serialized_start=2524
+  _globals['_SLOTERROR']._serialized_end=2581
+  _globals['_PLACEADAPTERREQUEST']._serialized_start=2583
+  _globals['_PLACEADAPTERREQUEST']._serialized_end=2663
+  _globals['_PLACEADAPTERRESPONSE']._serialized_start=2665
+  _globals['_PLACEADAPTERRESPONSE']._serialized_end=2717
+  _globals['_GETINVENTORYREQUEST']._serialized_start=2719
+  _globals['_GETINVENTORYREQUEST']._serialized_end=2740
+  _globals['_GETINVENTORYRESPONSE']._serialized_start=2743
+  _globals['_GETINVENTORYRESPONSE']._serialized_end=2880
+  _globals['_WORKERSERVICE']._serialized_start=3203
+  _globals['_WORKERSERVICE']._serialized_end=3575
 # @@protoc_insertion_point(module_scope)

@@ -76,6 +76,92 @@ TRANSFER_KIND_UNLINK: TransferKind.ValueType  # 5
 Global___TransferKind: _TypeAlias = TransferKind  # noqa: Y015
 
 @_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MILLISECONDS_FIELD_NUMBER: _builtins.int
+    milliseconds: _builtins.int
+    """At most 60,000."""
+    def __init__(
+        self,
+        *,
+        milliseconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["milliseconds", b"milliseconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KERNELS_FIELD_NUMBER: _builtins.int
+    CALL_KERNELS_FIELD_NUMBER: _builtins.int
+    CALL_STARTS_FIELD_NUMBER: _builtins.int
+    CALL_NANOSECONDS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    call_kernels: _builtins.bytes
+    """The calls one by one: three parallel arrays, little endian: uint32, an index into `kernels`; uint64, Unix nanoseconds;
+    uint64, nanoseconds that it took, with the kernels that it called.
+    """
+    call_starts: _builtins.bytes
+    call_nanoseconds: _builtins.bytes
+    truncated: _builtins.bool
+    """There were more calls than are kept one by one."""
+    note: _builtins.str
+    """Why there are no kernels."""
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___KernelTime]: ...
+    def __init__(
+        self,
+        *,
+        kernels: _abc.Iterable[Global___KernelTime] | None = ...,
+        call_kernels: _builtins.bytes = ...,
+        call_starts: _builtins.bytes = ...,
+        call_nanoseconds: _builtins.bytes = ...,
+        truncated: _builtins.bool = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_kernels", b"call_kernels", "call_nanoseconds", b"call_nanoseconds", "call_starts", b"call_starts", "kernels", b"kernels", "note", b"note", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class KernelTime(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    calls: _builtins.int
+    seconds: _builtins.float
+    """Of its own, without kernels that it called."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KernelTime: _TypeAlias = KernelTime  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class WorkerServiceStub:
                 request_serializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/kvern.v1.WorkerService/Profile',
+                request_serializer=kvern_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_worker__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -93,6 +98,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Times the kernels of the steps that run meanwhile. One at a time; steps go on, a little slower.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +127,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PlaceAdapter,
                     request_deserializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=kvern_dot_v1_dot_worker__pb2.ProfileRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_worker__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +243,33 @@ class WorkerService:
             '/kvern.v1.WorkerService/PlaceAdapter',
             kvern_dot_v1_dot_worker__pb2.PlaceAdapterRequest.SerializeToString,
             kvern_dot_v1_dot_worker__pb2.PlaceAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.WorkerService/Profile',
+            kvern_dot_v1_dot_worker__pb2.ProfileRequest.SerializeToString,
+            kvern_dot_v1_dot_worker__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class WorkerServiceStub:
     """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
     Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
     """
+    Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]
+    """Times the kernels of the steps that run meanwhile. One at a time; steps go on, a little slower."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -67,6 +69,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
     Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
     """
+    Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Times the kernels of the steps that run meanwhile. One at a time; steps go on, a little slower."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """One rank, as the scheduler sees it."""
@@ -108,5 +112,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reads an adapter beside the steps, and puts it into a slot if one is named: no plan in flight may use that slot.
         Refused with what is wrong with its files, and with FENCED from a leader of an epoch below the highest seen.
         """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _worker_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ProfileResponse, _abc.Awaitable[_worker_pb2.ProfileResponse]]:
+        """Times the kernels of the steps that run meanwhile. One at a time; steps go on, a little slower."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

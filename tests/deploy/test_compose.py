@@ -74,4 +74,25 @@ def test_commits_are_on_the_disk() -> None:
 def test_images_run_as_a_user_without_rights() -> None:
     runtime = DOCKERFILE[DOCKERFILE.index(" AS runtime") :]
     assert "USER 10001:10001" in runtime
-    assert "USER root" not in runtime and "USER 0" not in runtime
+    # Only to install a compiler, and not for long.
+    assert runtime.count("USER root\n") == runtime.count("-rf /var/lib/apt/lists/*\nUSER 10001:10001\n") == 1
+    assert "USER 0" not in runtime
+
+
+class _Override(yaml.SafeLoader):
+    """Compose's own tags say how two files become one; the value is what it is."""
+
+
+_Override.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
+
+
+def test_the_worker_on_a_gpu_takes_the_same_command_line() -> None:
+    gpu = yaml.load((DEPLOY / "compose.gpu.yaml").read_text(), _Override)["services"]
+    assert list(gpu) == ["worker"]
+    target = gpu["worker"]["build"]["target"]
+    program, *flags = entrypoint(target)
+    assert program == "kvern-worker" and gpu["worker"]["image"] == f"kvern/{target}"
+    command = COMPOSE["services"]["worker"]["command"]
+    assert worker.build_parser().parse_args([*flags, *map(substitute, command)]).device == "cuda"
+    (device,) = gpu["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]

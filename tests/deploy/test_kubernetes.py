@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from deploy.test_compose import PARSERS, entrypoint
 FOLDER = Path(__file__).parents[2] / "deploy" / "k8s"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
-# Each alone, each with each other, all at once.
-SUBSETS = [*itertools.combinations(COMPONENTS, 1), *itertools.combinations(COMPONENTS, 2), tuple(COMPONENTS)]
+# Each alone, all at once, and all in the other order: a patch that wants what another makes, or undoes it, shows.
+SUBSETS = [*((name,) for name in COMPONENTS), tuple(COMPONENTS), tuple(reversed(COMPONENTS))]
 
 Manifest = dict[str, Any]
 
@@ -26,6 +26,18 @@ def build(folder: Path) -> list[Manifest]:
     done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+def combine(components: Sequence[str], folder: Path) -> Path:
+    """The base with these components, as an overlay below ``folder``."""
+    # kustomize takes no absolute paths, and nothing from outside the folder's file system root.
+    (folder / "overlay").mkdir()
+    (folder / "k8s").symlink_to(FOLDER)
+    names = "".join(f"\n  - {Path('../k8s/components') / name}" for name in components)
+    (folder / "overlay" / "kustomization.yaml").write_text(
+        f"apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../k8s/base]\ncomponents:{names}\n"
+    )
+    return folder / "overlay"
 
 
 def validate(manifests: list[Manifest], folder: Path) -> None:
@@ -56,14 +68,7 @@ def test_it_is_valid(overlay: list[Manifest], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("components", SUBSETS, ids="+".join)
 def test_components_combine(components: tuple[str, ...], tmp_path: Path) -> None:
-    # kustomize takes no absolute paths, and nothing from outside the folder's file system root.
-    (tmp_path / "overlay").mkdir()
-    (tmp_path / "k8s").symlink_to(FOLDER)
-    names = "".join(f"\n  - {Path('../k8s/components') / name}" for name in components)
-    (tmp_path / "overlay" / "kustomization.yaml").write_text(
-        f"apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../k8s/base]\ncomponents:{names}\n"
-    )
-    validate(build(tmp_path / "overlay"), tmp_path)
+    validate(build(combine(components, tmp_path)), tmp_path)
 
 
 def test_a_wrong_manifest_is_found(tmp_path: Path) -> None:

@@ -311,13 +311,13 @@ ROWS: dict[str, list[Row]] = {
             "Docker",
             "deploy/docker, deploy/compose.yaml, `make containers`",
             ("deploy/test_compose.py",),
-            "an image for GPUs",
+            "the image for GPUs is not built in a test",
         ),
         Row(
             "Kubernetes",
             "deploy/k8s",
-            ("deploy/test_kubernetes.py",),
-            "GPU, mesh, KEDA and LeaderWorkerSet components",
+            ("deploy/test_kubernetes.py", "deploy/test_custom_resources.py"),
+            "LeaderWorkerSet; not run in a cluster",
         ),
         Row(
             "clients of other languages",
@@ -325,6 +325,11 @@ ROWS: dict[str, list[Row]] = {
             ("clients/test_languages.py", "clients/test_readme.py"),
         ),
         Row("YAML `--config`", "`kvern up --config`, `--profile`, `--dry-run`", ("cli/test_settings.py",)),
+        Row(
+            "wrong configurations",
+            "refused with the cause and the fix",
+            ("cli/test_wrong_configurations.py",),
+        ),
         Row("old and informal spellings", "mapped with a line each, or refused", (SPELLINGS,)),
     ],
     "What only Kvern promises": [

@@ -21,7 +21,7 @@ import uvloop
 
 from kvern.rpc import logs, spellings, tls, tracing
 from kvern.rpc.channel import create_channel
-from kvern.rpc.flags import port
+from kvern.rpc.flags import endpoint, port, positive, seconds
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.rpc.tls import Tls
 from kvern.v1 import generation_pb2_grpc, operations_pb2_grpc
@@ -48,6 +48,10 @@ RENEWAL_POLL_S = 1.0
 LAST_WORDS_S = 0.3
 
 
+def _schedulers(text: str) -> list[str]:
+    return [endpoint(word) for word in text.split(",")]
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvern-gateway", description="OpenAI HTTP and gRPC in front of a scheduler."
@@ -57,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=port, default=50051, help="0: any free port")
     parser.add_argument(
         "--scheduler",
+        type=_schedulers,
         required=True,
         help="ADDR[,ADDR…] of one cell's scheduler and its standbys",
     )
@@ -83,11 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-body-bytes",
-        type=int,
+        type=positive,
         help=f"of an HTTP request (default: {Limits().max_body_bytes}, or {MAX_BODY_BYTES} where the model takes images)",
     )
     parser.add_argument(
-        "--shutdown-grace", type=float, default=DEFAULT_GRACE_S, help="seconds for open streams"
+        "--shutdown-grace", type=seconds, default=DEFAULT_GRACE_S, help="seconds for open streams"
     )
     logs.add_flags(parser)
     parser.add_argument(
@@ -288,8 +293,15 @@ class GatewayServer:
         )
 
 
-def _keys_of_environment() -> list[str]:
-    return os.environ.get(API_KEY_VARIABLE, "").split()
+def _given_keys(parser: argparse.ArgumentParser, flags: Sequence[str]) -> list[str]:
+    """Of flags and the variable. Ends the process with 2 where one is empty: a secret that did not arrive opens no door."""
+    variable = os.environ.get(API_KEY_VARIABLE)
+    if variable is not None and not variable.split():
+        parser.error(f"{API_KEY_VARIABLE} is set and empty; put a key into it, or unset it to let anybody in")
+    keys = [*flags, *(variable or "").split()]
+    if "" in keys:
+        parser.error("--api-key is empty; give a key, or leave it out to let anybody in")
+    return keys
 
 
 async def serve(arguments: argparse.Namespace) -> int:
@@ -300,15 +312,13 @@ async def serve(arguments: argparse.Namespace) -> int:
     images = media_flags.from_flags(arguments, text)
     gateway = Gateway(
         text,
-        SchedulerClient(
-            arguments.scheduler.split(","), dial=functools.partial(create_channel, tls=arguments.tls)
-        ),
+        SchedulerClient(arguments.scheduler, dial=functools.partial(create_channel, tls=arguments.tls)),
         Limits(
             max_body_bytes=arguments.max_body_bytes or (MAX_BODY_BYTES if images else Limits().max_body_bytes)
         ),
         arguments.served_model_name,
         Metrics(),
-        Keys([*arguments.api_key, *_keys_of_environment()], arguments.api_keys),
+        Keys(arguments.api_key, arguments.api_keys),
         arguments.tracing,
         arguments.allow_runtime_lora_updating,
         images,
@@ -338,6 +348,7 @@ async def serve(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = spellings.parse(parser, argv)
+    arguments.api_key = _given_keys(parser, arguments.api_key)
     arguments.tracing = tracing.from_flags(parser, arguments, "kvern-gateway")
     arguments.tls, arguments.ssl = tls.from_flags(parser, arguments), public_tls(parser, arguments)
     logs.configure(arguments)

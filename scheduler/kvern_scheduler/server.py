@@ -18,7 +18,17 @@ import uvloop
 
 from kvern.rpc import logs, spellings, tls, tracing
 from kvern.rpc.channel import create_channel
-from kvern.rpc.flags import dialable, lora_module, not_negative, port, positive, redis_url
+from kvern.rpc.flags import (
+    cell_name,
+    dialable,
+    endpoint,
+    lora_module,
+    not_negative,
+    port,
+    positive,
+    redis_url,
+    seconds,
+)
 from kvern.rpc.metrics import serve_metrics
 from kvern.rpc.server import Server, stop_on_signals
 from kvern.v1 import operations_pb2_grpc, session_pb2_grpc
@@ -44,26 +54,30 @@ log = logging.getLogger("kvern_scheduler")
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvern-scheduler", description=__doc__)
-    parser.add_argument("--listen", required=True, metavar="ADDR", help="host:port or unix:/path")
+    parser.add_argument(
+        "--listen", type=endpoint, required=True, metavar="ADDR", help="host:port or unix:/path"
+    )
     parser.add_argument(
         "--advertise-address",
         type=dialable,
         metavar="HOST:PORT",
         help="where standbys find this scheduler; default: --listen, or this machine's own address for a wildcard",
     )
-    parser.add_argument("--worker", action="append", required=True, metavar="ADDR", help="repeat for several")
+    parser.add_argument(
+        "--worker", action="append", type=endpoint, required=True, metavar="ADDR", help="repeat for several"
+    )
     parser.add_argument(
         "--redis-url", type=redis_url, metavar="URL", help="redis://…, or unix:///path/to.sock"
     )
     parser.add_argument(
         "--store", choices=["memory", "redis"], help="default: redis with --redis-url, else memory"
     )
-    parser.add_argument("--cell", default="default", help="names the keys in Redis")
+    parser.add_argument("--cell", type=cell_name, default="default", help="names the keys in Redis")
     parser.add_argument("--max-num-batched-tokens", type=positive, default=2048, metavar="N")
     parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N")
     parser.add_argument(
         "--long-prefill-token-threshold",
-        type=int,
+        type=not_negative,
         default=0,
         metavar="N",
         help="longer prompts get at most this many tokens of a step that others need; 0: a quarter of the budget",
@@ -93,10 +107,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-queued-requests", type=positive, default=2048, metavar="N")
     parser.add_argument("--max-queued-tokens", type=positive, default=2_000_000, metavar="N")
     parser.add_argument(
-        "--retention-s", type=int, default=600, metavar="S", help="of finished, named requests"
+        "--retention-s", type=not_negative, default=600, metavar="S", help="of finished, named requests"
     )
     parser.add_argument(
-        "--orphan-grace-s", type=float, default=30.0, metavar="S", help="for requests whose gateway is gone"
+        "--orphan-grace-s", type=seconds, default=30.0, metavar="S", help="for requests whose gateway is gone"
     )
     parser.add_argument(
         "--max-timelines",
@@ -105,7 +119,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="requests whose timelines are kept for `kvern explain`; 0: none",
     )
-    parser.add_argument("--lease-s", type=float, default=1.0, metavar="S")
+    parser.add_argument("--lease-s", type=seconds, default=1.0, metavar="S")
     parser.add_argument("--metrics-port", type=port, default=0, metavar="PORT", help="0: none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST")
     parser.add_argument(
@@ -135,6 +149,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names = [name for name, _ in args.lora_modules]
     if len(set(names)) < len(names):
         parser.error(f"--lora-modules names {next(n for n in names if names.count(n) > 1)!r} twice")
+    if args.lease_s < 0.1:
+        parser.error(f"--lease-s {args.lease_s:g} would lapse between two commits; use at least 0.1")
     return args
 
 
@@ -174,12 +190,12 @@ async def serve(args: argparse.Namespace, store: Store, stop: asyncio.Event | No
     dial = functools.partial(create_channel, tls=args.tls)
     session_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server.grpc)
-    bound = await server.start(args.listen)
-    address = args.advertise_address or advertised(args.listen, bound)
     metrics = Metrics()
     if args.metrics_port:
         # A standby's too: it must not find the port taken when it is to lead.
         serve_metrics(metrics.registry, args.metrics_host, args.metrics_port)
+    bound = await server.start(args.listen)
+    address = args.advertise_address or advertised(args.listen, bound)
     engine: Engine | None = None
     starting: list[asyncio.Task[Any]] = []
     computing: list[asyncio.Task[None]] = []

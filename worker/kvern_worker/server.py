@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
 from kvern.rpc import logs, spellings, tls
-from kvern.rpc.flags import fraction, port, positive, size
+from kvern.rpc.flags import endpoint, fraction, not_negative, port, positive, size
 from kvern_worker import quantization, service, start_log
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.parallel import launch
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvern-worker", description="Serves one rank of a model over gRPC.")
     add = parser.add_argument
-    add("--listen", default="127.0.0.1:50061", metavar="ADDR", help="host:port or unix:/path.sock")
+    add(
+        "--listen",
+        type=endpoint,
+        default="127.0.0.1:50061",
+        metavar="ADDR",
+        help="host:port or unix:/path.sock",
+    )
     add("--model", metavar="PATH", help="Hugging Face folder or .gguf file (default: the bundled SmolLM2)")
     add(
         "--served-model-name", metavar="NAME", help="name that requests use (default: the folder's or file's)"
@@ -194,7 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="machines that a group's ranks are spread over",
     )
-    add("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0")
+    add("--node-rank", type=not_negative, default=0, metavar="N", help="which of them this is, from 0")
     add("--master-addr", metavar="HOST", help="an address of node 0, at which the ranks meet")
     add(
         "--master-port",
@@ -211,9 +217,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     # Of the ranks that the first one of a node starts.
     add("--local-rank", type=int, help=argparse.SUPPRESS)
-    add("--sim-step-us", type=int, default=0, help="simulated device: microseconds per step")
-    add("--sim-num-blocks", type=int, default=65_536, help="simulated device: KV blocks")
-    add("--sim-vocab-size", type=int, default=32_000, help="simulated device: vocabulary")
+    add("--sim-step-us", type=not_negative, default=0, help="simulated device: microseconds per step")
+    add("--sim-num-blocks", type=positive, default=65_536, help="simulated device: KV blocks")
+    add("--sim-vocab-size", type=positive, default=32_000, help="simulated device: vocabulary")
     logs.add_flags(parser)
     tls.add_flags(parser)
     return parser

@@ -253,10 +253,14 @@ def up(
             api_key=api_key or (),
             flags=flags,
         )
-        if dry_run:
+        if dry_run or any(name in flags for names in stack.SERVICE_FLAGS.values() for name in names):
+            # Where no flag is given, nothing is wrong and the start need not wait for it.
             stack.check(options)
+        if dry_run:
             print(stack.describe(options))
             return
+        if redis_url:
+            stack.check_store(redis_url)
         code = asyncio.run(run(options, Console(highlight=False), times))
     except (stack.UsageError, PortInUse) as error:
         fail(error)
@@ -296,6 +300,21 @@ def _check_types(path: str, settings: dict[str, Any], context: typer.Context) ->
                 raise SettingsError(f"--config {path}: {said}: {error.message}") from error
 
 
+def _check_variables(command: Any) -> None:
+    """click would name the flag only. Raises SettingsError."""
+    from kvern_gateway.cli.settings import ENVIRONMENT, SettingsError
+
+    context = command.context_class(command)
+    for parameter in command.params:
+        variable = f"{ENVIRONMENT}{parameter.name.upper()}"
+        value = os.environ.get(variable)
+        if value and parameter.callback is None and parameter.nargs == 1 and not parameter.multiple:
+            try:
+                parameter.process_value(context, value)
+            except typer.BadParameter as error:
+                raise SettingsError(f"{variable} is {value!r}: {error.message}") from error
+
+
 def _use_profile(context: typer.Context, name: str | None) -> str | None:
     """Eager, and weaker than a file."""
     from kvern_gateway.cli.settings import SettingsError, profile
@@ -318,6 +337,7 @@ def translate(command: Any, words: list[str]) -> list[str]:
     parameters = command.commands["up"].params
     try:
         translation = spellings.translate(words, *_options(parameters))
+        _check_variables(command.commands["up"])
     except ValueError as error:
         print(f"kvern up: {error}", file=sys.stderr)
         sys.exit(2)

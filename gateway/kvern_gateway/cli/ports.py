@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from pathlib import Path
@@ -22,6 +23,10 @@ def claim_port(host: str, port: int, flag: str) -> int:
             # Two servers with SO_REUSEADDR may both bind; only one may listen.
             probe.listen(1)
         except OSError as error:
+            if error.errno != errno.EADDRINUSE and error.errno != errno.EACCES:
+                raise PortInUse(
+                    f"{host} is no address to serve on ({error.strerror}); use one of this machine's with --host"
+                ) from error
             holder = find_listener(port)
             held = f", held by {holder}" if holder else ""
             raise PortInUse(

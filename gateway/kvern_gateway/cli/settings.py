@@ -51,7 +51,9 @@ def read_file(
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: {error.problem}" if mark else str(error).splitlines()[0]  # type: ignore[union-attr]
+        raise SettingsError(f"--config {path} is not YAML: {where}") from error
     if not isinstance(values, dict):
         raise SettingsError(f"--config {path}: it must hold `flag: value` lines")
     settings: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import io
 import re
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvern.rpc.flags import lora_module
 from kvern_gateway.cli.supervisor import ChildSpec
@@ -134,6 +135,40 @@ def check_flags(flags: Mapping[str, object]) -> None:
             )
     if flags.get("allow_runtime_lora_updating") and not flags.get("enable_lora"):
         raise UsageError("--allow-runtime-lora-updating has no effect without --enable-lora")
+    simulated = [name for name in flags if name.startswith("sim_")]
+    if simulated and flags.get("device") != "sim":
+        raise UsageError(
+            f"{_spelled(simulated[0])} has no effect without --device sim; add that, or leave it out"
+        )
+    if flags.get("redis_url") and flags.get("store") == "memory":
+        raise UsageError("--store memory contradicts --redis-url; leave one of them out")
+    if flags.get("appendfsync", "always") != "always":
+        if flags.get("redis_url"):
+            raise UsageError(
+                "--appendfsync has no effect with --redis-url, whose own configuration says when it writes; leave it out"
+            )
+        if flags.get("store") == "memory":
+            raise UsageError(
+                "--appendfsync has no effect with --store memory, which writes nothing; leave it out"
+            )
+    if "" in cast("Sequence[str]", flags.get("api_key") or ()):
+        raise UsageError("--api-key is empty; give a key, or leave it out to let anybody in")
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_store(url: str) -> None:
+    """Raises UsageError where a scheduler could not keep its requests at ``url`` now."""
+    from kvern_scheduler.store.base import StoreUnavailable
+    from kvern_scheduler.store.redis import check_server
+
+    where = re.sub(r"//[^@/]*@", "//", url)  # no passwords on screens
+    try:
+        asyncio.run(check_server(url))
+    except (StoreUnavailable, ValueError) as error:
+        raise UsageError(f"--redis-url {where}: {error}") from None
 
 
 @dataclass(frozen=True)

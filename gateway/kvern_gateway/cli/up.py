@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvern_gateway.cli.load_client import Pool, Target
 from kvern_gateway.cli.ports import claim_port
@@ -71,6 +71,8 @@ async def up(
         http_port=claim_port(options.host, options.http_port, "--http-port"),
         grpc_port=claim_port(options.host, options.grpc_port, "--grpc-port"),
     )
+    if metrics_port := options.flags.get("metrics_port"):
+        claim_port("127.0.0.1", cast("int", metrics_port), "--metrics-port")
     stop, kill = _signals()
     say = partial(console.print, markup=False, soft_wrap=True)
     with _data_dir(options.data_dir), _run_dir(options) as options:

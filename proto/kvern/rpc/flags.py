@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 
 def positive(text: str) -> int:
@@ -20,6 +21,28 @@ def not_negative(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value
+
+
+def seconds(text: str) -> float:
+    """A time of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time: use 0 or more seconds")
+    return value
+
+
+def endpoint(text: str) -> str:
+    """host:port, or unix:/path."""
+    host, colon, number = text.rpartition(":")
+    if text.startswith("unix:"):
+        return text
+    if not colon or not host:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address: use host:port or unix:/path.sock")
+    port(number)
+    return text
 
 
 def port(text: str) -> int:
@@ -59,6 +82,15 @@ def dialable(text: str) -> str:
         return text
     if host in ("", "0.0.0.0", "[::]") or port(number or "x") == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an address that others can dial: use host:port")
+    return text
+
+
+def cell_name(text: str) -> str:
+    """A part of the store's keys: letters, digits, and . _ - ."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name: use 1 to 64 letters, digits, dots, dashes, underscores"
+        )
     return text
 
 

@@ -45,7 +45,12 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
         environ.pop("HTTP_ACCEPT", None)
         return answer(environ, start_response)
 
-    server = make_server(host, port, application, ThreadingWSGIServer, handler_class=_Silent)
+    try:
+        server = make_server(host, port, application, ThreadingWSGIServer, handler_class=_Silent)
+    except OSError as error:
+        raise OSError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
+        ) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 

@@ -66,7 +66,12 @@ class Server:
             else:
                 port = self.grpc.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}; choose another port") from error
+            why = (
+                "its folder is missing, or closed to us"
+                if address.startswith("unix:")
+                else ("the port is in use, or the address is none of this machine's")
+            )
+            raise OSError(f"cannot listen on {address}: {why}; choose another") from error
         await self.grpc.start()
         return port
 

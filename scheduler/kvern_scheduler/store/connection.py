@@ -100,6 +100,8 @@ class Connection:
 
 
 def _wrong_password(said: str) -> StoreRefused:
+    if "HELLO must" in said:
+        return StoreRefused("it wants a password; give it in --redis-url: redis://:PASSWORD@host:port")
     return StoreRefused(f"it refuses our user or password ({said.rstrip('.')}); correct --redis-url")
 
 
@@ -109,7 +111,11 @@ def explain(error: Exception) -> StoreUnavailable:
     match error:
         case BusyLoadingError():
             return StoreUnavailable(f"it is still loading its data set ({said})")
-        case AuthenticationError() | NoPermissionError():
+        case NoPermissionError():
+            return StoreRefused(
+                f"its user may not do what Kvern needs ({said.rstrip('.')}); grant it, or correct --redis-url"
+            )
+        case AuthenticationError():
             return _wrong_password(said)
         case ConnectionError() if any(word in said for word in _AUTHENTICATION):
             return _wrong_password(said)
@@ -135,5 +141,9 @@ def explain(error: Exception) -> StoreUnavailable:
         case ResponseError():
             return StoreUnavailable(f"it refused a command ({said})")
         case TimeoutError():
-            return StoreUnavailable(f"TimeoutError: no answer within {TIMEOUT_S:g} s")
+            return StoreUnavailable(
+                f"no answer within {TIMEOUT_S:g} s (TimeoutError); see that it runs there"
+            )
+        case ConnectionError() | OSError():
+            return StoreUnavailable(f"no connection ({said.rstrip('.')}); start it, or correct --redis-url")
     return StoreUnavailable(f"{type(error).__name__}: {said}")

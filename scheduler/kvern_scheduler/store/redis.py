@@ -45,6 +45,15 @@ def library() -> tuple[str, str]:
     return f"#!lua name=kvern{version}\nlocal VERSION = '{version}'\n{clock}{body}", version
 
 
+async def check_server(url: str) -> None:
+    """Raises StoreUnavailable, with what to do, where no scheduler could begin there now; ValueError for a wrong url."""
+    connection = Connection(url)
+    try:
+        await connection.call("FUNCTION", "LOAD", "REPLACE", library()[0])
+    finally:
+        await connection.close()
+
+
 class RedisStore:
     """``url``: redis://host:port/db, rediss://…, or unix:///path. ``functions``: another version's ``library``."""
 

@@ -39,7 +39,7 @@ TROUBLES: dict[str, tuple[Spoil, Spoil, str, type[StoreUnavailable]]] = {
     "password": (
         lambda client: (client.config_set("requirepass", "s3cret"), kill_others(client)),
         lambda client: client.config_set("requirepass", ""),
-        "refuses our user or password.*--redis-url",
+        "wants a password.*--redis-url",
         StoreRefused,
     ),
     "wrong type": (

@@ -22,6 +22,7 @@ from kvern.v1.sampling_pb2 import SamplingParams
 from kvern_kernels.bench import read_bandwidth
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.loading import LoadOptions, load
+from kvern_worker.step_profile import StepProfile, Work, fit, relative_errors
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,13 @@ class Load:
 
 @dataclass
 class Timings:
-    """One run: seconds of its steps, by whether a step held prompts, and where the worker says they went."""
+    """One run: seconds of its steps, by whether a step held prompts, where the worker says they went, and what each step
+    computed."""
 
     prompt_s: float = 0.0
     decode_s: list[float] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    step_us: list[float] = field(default_factory=list)
     parts_us: dict[str, int] = field(default_factory=lambda: {"prepare": 0, "forward": 0, "sample": 0})
 
     @property
@@ -88,6 +92,11 @@ class Engine:
             )
             new = []
             seconds = self._timed(plan, timings)
+            starts = (load.input_len - left)[prompts]
+            timings.works.append(
+                Work.of(starts, starts + taken[prompts], (load.input_len + outputs)[decoding])
+            )
+            timings.step_us.append(seconds * 1e6)
             if len(prompts):
                 timings.prompt_s += seconds
             else:
@@ -147,6 +156,32 @@ def measure(options: LoadOptions, loads: Sequence[Load], runs: int) -> Iterator[
                 bandwidths[i].append(max(bandwidth, read_bandwidth()))
     for one, timed, read in zip(loads, results, bandwidths, strict=True):
         yield _summary(one, timed, read, counted)
+
+
+def fit_profile(options: LoadOptions, loads: Sequence[Load], runs: int) -> tuple[StepProfile, dict[str, Any]]:
+    """Terms of a step's time fitted to all steps of ``runs`` turns of ``loads``, after one that is not counted; and what
+    they were fitted to, with the errors that are left. Raises KvernError where the model cannot be loaded."""
+    executor = load(options, _Quiet())
+    engine = Engine(executor)
+    works: list[Work] = []
+    step_us: list[float] = []
+    for turn in range(runs + 1):
+        for one in loads:
+            timings = engine.run(one)
+            if turn:
+                works += timings.works
+                step_us += timings.step_us
+    profile = fit(works, step_us)
+    errors = relative_errors(profile, works, step_us)
+    return profile, {
+        "model": options.model,
+        "loads": [one.name for one in loads],
+        "steps": len(works),
+        "error_p50": round(float(np.median(errors)), 4),
+        "error_p90": round(float(np.quantile(errors, 0.9)), 4),
+        "num_blocks": executor.describe().num_blocks,
+        "block_size": executor.describe().block_size,
+    }
 
 
 def _summary(

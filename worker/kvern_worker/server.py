@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
 from kvern.rpc import logs, spellings, tls
-from kvern.rpc.flags import endpoint, fraction, not_negative, port, positive, size
+from kvern.rpc.flags import endpoint, factor, fraction, group_addresses, not_negative, port, positive, size
+from kvern.rpc.server import stop_on_signals
 from kvern_worker import quantization, service, start_log
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.parallel import launch
@@ -218,6 +219,25 @@ def build_parser() -> argparse.ArgumentParser:
     # Of the ranks that the first one of a node starts.
     add("--local-rank", type=int, help=argparse.SUPPRESS)
     add("--sim-step-us", type=not_negative, default=0, help="simulated device: microseconds per step")
+    add(
+        "--sim-profile",
+        metavar="FILE",
+        help="simulated device: steps take what this says, as `kvern bench fit-profile` measured it",
+    )
+    add(
+        "--sim-speed",
+        type=factor,
+        default=1.0,
+        metavar="F",
+        help="simulated device: simulated seconds in a second; below 1, more groups fit onto this machine",
+    )
+    add(
+        "--sim-groups",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="simulated device: worker groups in this process, at the ports after --listen's, or socket paths with .1, .2 … behind",
+    )
     add("--sim-num-blocks", type=positive, default=65_536, help="simulated device: KV blocks")
     add("--sim-vocab-size", type=positive, default=32_000, help="simulated device: vocabulary")
     logs.add_flags(parser)
@@ -300,13 +320,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         listen = args.listen if group is None else group.listen
         if group is not None:
             launch.watch_children(group)
-        asyncio.run(service.serve(listen, lambda progress: _load(args, progress, group), tls=args.tls))
+        asyncio.run(_serve(args, listen, group))
     except (KvernError, OSError) as error:
         print(f"kvern-worker: {error}", file=sys.stderr)
         code = 1
     # The loading or computing thread may be in native code, which a tidy interpreter shutdown would abort.
     sys.stderr.flush()
     os._exit(code)
+
+
+async def _serve(args: argparse.Namespace, listen: str, group: launch.Launch | None) -> None:
+    """One group, or all simulated ones."""
+    stop = stop_on_signals()
+    groups = args.sim_groups if args.device == "sim" else 1
+    await asyncio.gather(
+        *(
+            service.serve(address, lambda progress: _load(args, progress, group), stop=stop, tls=args.tls)
+            for address in group_addresses(listen, groups)
+        )
+    )
 
 
 def _load(args: argparse.Namespace, progress: Progress, group: launch.Launch | None) -> Executor:
@@ -385,8 +417,12 @@ def _choose_device(asked: str) -> str:
 
 def _simulated(args: argparse.Namespace) -> Executor:
     from kvern_worker.sim import SimConfig, SimExecutor
+    from kvern_worker.step_profile import read_profile
 
+    profile = read_profile(args.sim_profile) if args.sim_profile else None
     config = SimConfig(
+        profile=profile,
+        speed=args.sim_speed,
         model_name=args.served_model_name or "sim",
         vocab_size=args.sim_vocab_size,
         max_model_len=args.max_model_len or SimConfig.max_model_len,

@@ -21,6 +21,7 @@ from kvern.block_hash import split_hashes
 from kvern.errors import invalid
 from kvern.rpc.packing import pack_i32, pack_u32, unpack_i32, unpack_u32
 from kvern.v1 import model_pb2, sampling_pb2, worker_pb2
+from kvern_worker.step_profile import StepProfile, Work
 
 I64 = npt.NDArray[np.int64]
 
@@ -48,6 +49,10 @@ class SimConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     step_us: int = 0
+    # In place of ``step_us``: the time of a step by what it computes.
+    profile: StepProfile | None = None
+    # Simulated seconds in a second: below 1, many groups fit onto few cores.
+    speed: float = 1.0
     # Of the tiers, in blocks.
     num_memory_blocks: int = 0
     num_disk_blocks: int = 0
@@ -165,7 +170,7 @@ class SimExecutor:
     def __init__(self, config: SimConfig, disk: dict[bytes, Content] | None = None) -> None:
         """``disk``: what an earlier process of this worker left."""
         self.config = config
-        self.inline = config.step_us == 0
+        self.inline = config.step_us == 0 and config.profile is None
         self._generations = np.zeros(config.num_blocks, np.uint32)
         self._state_generations = np.zeros(config.num_state_blocks, np.uint32)
         slots = config.max_num_seqs
@@ -258,7 +263,7 @@ class SimExecutor:
             self._state_generations[blocks] = unpack_u32(plan.save_state_generations)
             if self._shadow is not None:
                 self._shadow.checkpoints[blocks] = self._shadow.states[unpack_u32(plan.save_slots)]
-        self._pretend_to_work(started)
+        self._pretend_to_work(started, plan)
         result.forward_us = int((time.perf_counter() - started) * 1e6)
         return result
 
@@ -371,10 +376,19 @@ class SimExecutor:
             top_logprobs=[-0.5 - i for i in range(count)],
         )
 
-    def _pretend_to_work(self, started: float) -> None:
-        left = self.config.step_us / 1e6 - (time.perf_counter() - started)
+    def _pretend_to_work(self, started: float, plan: worker_pb2.StepPlan) -> None:
+        profile = self.config.profile
+        step_us = self.config.step_us if profile is None else profile.us(self._work(plan))
+        left = step_us / 1e6 / self.config.speed - (time.perf_counter() - started)
         if left > 0:
             time.sleep(left)
+
+    def _work(self, plan: worker_pb2.StepPlan) -> Work:
+        """What the step has just computed."""
+        prefilled, decoded = unpack_u32(plan.prefill_slots), unpack_u32(plan.decode_slots)
+        ends = self._num_computed[prefilled]
+        starts = ends - unpack_u32(plan.prefill_lengths).astype(np.int64)
+        return Work.of(starts, ends, self._num_computed[decoded])
 
 
 class _Shadow:

@@ -220,6 +220,15 @@ def up(
         str | None, typer.Option(help="auto, cpu, cuda, or sim (no model, random tokens)")
     ] = None,
     sim_step_us: Annotated[int | None, typer.Option(help="Microseconds of a step on --device sim")] = None,
+    sim_profile: Annotated[
+        str | None, typer.Option(help="Step times on --device sim, from `kvern bench fit-profile`")
+    ] = None,
+    sim_speed: Annotated[
+        float | None, typer.Option(help="Simulated seconds in a second on --device sim")
+    ] = None,
+    sim_groups: Annotated[
+        int | None, typer.Option(min=1, help="Worker groups on --device sim, in one process")
+    ] = None,
     sim_num_blocks: Annotated[int | None, typer.Option(help="KV blocks on --device sim")] = None,
     sim_vocab_size: Annotated[int | None, typer.Option(help="Vocabulary on --device sim")] = None,
 ) -> None:

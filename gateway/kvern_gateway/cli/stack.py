@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from kvern.rpc.flags import lora_module
+from kvern.rpc.flags import group_addresses, lora_module
 from kvern_gateway.cli.supervisor import ChildSpec
 from kvern_gateway.keys import API_KEY_VARIABLE
 
@@ -33,7 +33,7 @@ AOF_REWRITE_MIN_SIZE = "8mb"
 # For answers in flight when all is stopped; below the supervisor's own patience.
 _GATEWAY_GRACE_S = 5
 
-_LONGEST_SOCKET_NAME = "scheduler.sock"
+_LONGEST_SOCKET_NAME = "worker.sock.9999"
 
 # Which services take which option of `kvern up`. The names are the services' own.
 SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
@@ -73,6 +73,9 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "expert_placement_strategy",
         "device",
         "sim_step_us",
+        "sim_profile",
+        "sim_speed",
+        "sim_groups",
         "sim_num_blocks",
         "sim_vocab_size",
         "log_format",
@@ -217,6 +220,16 @@ def worker_names(options: StackOptions) -> list[str]:
     return ["worker", *(f"worker-{number}" for number in range(1, count))]
 
 
+def worker_addresses(options: StackOptions) -> list[str]:
+    """One for each group: a copy of the model, or a simulated one of several in a process."""
+    simulated = cast("int", options.flags.get("sim_groups", 1))
+    return [
+        address
+        for name in worker_names(options)
+        for address in group_addresses(f"unix:{options.socket(name)}", simulated)
+    ]
+
+
 def worker_spec(options: StackOptions, name: str = "worker") -> ChildSpec:
     flags = options.flags
     if flags.get("device") == "sim":
@@ -236,7 +249,7 @@ def scheduler_spec(options: StackOptions) -> ChildSpec:
     argv = [
         _program("kvern-scheduler"),
         *("--listen", f"unix:{options.socket('scheduler')}"),
-        *(word for name in worker_names(options) for word in ("--worker", f"unix:{options.socket(name)}")),
+        *(word for address in worker_addresses(options) for word in ("--worker", address)),
         *(("--store", "memory") if options.store == "memory" else ("--redis-url", url)),
         *render_flags("scheduler", options.flags),
     ]
@@ -294,7 +307,8 @@ def prepare_directories(options: StackOptions) -> None:
         (options.data_dir / name).mkdir(parents=True, exist_ok=True)
     options.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in ("store", *worker_names(options), "scheduler"):
-        options.socket(name).unlink(missing_ok=True)
+        for path in options.run_dir.glob(f"{name}.sock*"):
+            path.unlink()
 
 
 def render_flags(service: str, values: Mapping[str, object]) -> list[str]:

@@ -34,6 +34,25 @@ def seconds(text: str) -> float:
     return value
 
 
+def factor(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a factor: use a number above 0")
+    return value
+
+
+def group_addresses(first: str, count: int) -> list[str]:
+    """Of ``count`` simulated groups in one process: the ports after that of ``first``, or its socket path with .1, .2 …"""
+    if first.startswith("unix:"):
+        return [first, *(f"{first}.{index}" for index in range(1, count))]
+    host, _, port_number = first.rpartition(":")
+    return [f"{host}:{int(port_number) + index if int(port_number) else 0}" for index in range(count)]
+
+
 def endpoint(text: str) -> str:
     """host:port, or unix:/path."""
     host, colon, number = text.rpartition(":")

@@ -22,7 +22,7 @@ from kvern_scheduler.server import parse_args, serve
 from kvern_worker.service import Progress, WorkerServicer
 from kvern_worker.sim import Content, SimConfig, SimExecutor
 
-_ARGUMENTS = parse_args(["--listen", "s", "--worker", "w", "--store", "memory"])
+_ARGUMENTS = parse_args(["--listen", "unix:s", "--worker", "unix:w", "--store", "memory"])
 
 
 class Node:

@@ -76,6 +76,6 @@ async def test_a_leader_whose_name_means_nothing_here_is_not_deposed() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:50060", "host", ":50060", "host:0", "host:x"])
 def test_an_address_that_nobody_can_dial_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        parse_args(["--listen", "0.0.0.0:50060", "--worker", "w", "--advertise-address", address])
+        parse_args(["--listen", "0.0.0.0:50060", "--worker", "unix:w", "--advertise-address", address])
     assert refused.value.code == 2
     assert "--advertise-address" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_flags_become_limits() -> None:
 )
 def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--listen", "a", "--worker", "b", *flags])
+        parse_args(["--listen", "unix:a", "--worker", "unix:b", *flags])
 
 
 async def test_utilization_and_phases_are_what_the_worker_measured(

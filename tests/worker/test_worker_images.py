@@ -51,12 +51,18 @@ def about(folder: Path, *seeds: int) -> Sequence:
     return Sequence(tokens, greedy(), 4, media=media)
 
 
-def test_an_image_is_encoded_once(folder: Path, executor: ModelExecutor) -> None:
+def test_an_image_is_encoded_once(
+    folder: Path, executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert executor._images is not None
+    model, encoded = executor._images._model, []
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda *image: encoded.append(1) or encode(*image))
     scheduler = Watched(executor)
     first, again = about(folder, 1, 2), about(folder, 2, 1)
     scheduler.run([first])
     scheduler.run([again], chunk=5)
-    assert (scheduler.images, scheduler.cached) == (4, 2)
+    assert (scheduler.images, scheduler.cached, len(encoded)) == (4, 2, 2)
     assert len(first.output) == len(again.output) == 4
 
 

@@ -91,11 +91,11 @@ def test_sizes_to_capture() -> None:
 
 def test_staged_tensors_keep_values_types_and_addresses() -> None:
     staging = Staging(CPU)
-    first = staging.put_step(padded(decode_step(4), 4, 2))
+    first = staging.put_step(padded(decode_step(4), 20, 9))
     addresses = [tensor.data_ptr() for tensor in tensors(first).values()]
-    again = staging.put_step(padded(decode_step(2), 4, 2))
+    again = staging.put_step(padded(decode_step(20), 20, 9))
     assert [tensor.data_ptr() for tensor in tensors(again).values()] == addresses
-    for name, expected in tensors(padded(decode_step(2), 4, 2)).items():
+    for name, expected in tensors(padded(decode_step(20), 20, 9)).items():
         found = tensors(again)[name]
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
@@ -136,6 +136,13 @@ def test_a_cache_is_made_where_it_is_to_lie(monkeypatch: pytest.MonkeyPatch) -> 
     assert KvCache([0], 1, 2, 4, 8, torch.float32).layers[0][0].device == CPU
 
 
+def test_layers_are_loaded_where_they_run(tmp_path: Path) -> None:
+    source = open_checkpoint(str(save_config("Llama", tmp_path)), "dummy").source
+    loader = WeightLoader(source, torch.bfloat16, lambda count: None, 2, device=META)
+    found = loader.side_by_side(lambda: torch.arange(3), lambda: loader.tensor("model.norm.weight", 64))
+    assert [tensor.device for tensor in found] == [META, META]
+
+
 def test_without_a_gpu_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
@@ -154,6 +161,9 @@ def test_what_runs_on_cpus_only_is_refused_by_name(tmp_path: Path) -> None:
             check(opened.file, opened.config, kv_dtype)
 
     refused("Llama", "kv-cache-dtype int8 is not supported on a GPU", kv_dtype="int8")
+    opened = open_checkpoint(str(save_config("Llama", tmp_path / "wide")), "dummy")
+    with pytest.raises(KvernError, match="attention heads of 576 components"):
+        check(opened.file, replace(opened.config, head_dim=576), "bf16")
     refused("Bamba", "keeps states beside its KV cache")
 
 
@@ -165,7 +175,7 @@ def test_sampler_equals_the_hosts() -> None:
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, top_k=5, seed=1),
-        SamplingParams(temperature=1.1, top_p=0.5, seed=2),
+        SamplingParams(temperature=1.1, top_p=0.5, seed=2, allowed_token_ids=[4, 9, 20, 31]),
         SamplingParams(temperature=0.9, min_p=0.2, seed=3, logit_bias={7: 9.0, 8: -3.0}),
         SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.5),
         SamplingParams(temperature=0.0, min_tokens=99, stop_token_ids=[int(logits[5].argmax())]),

@@ -63,9 +63,9 @@ def test_flags_become_limits() -> None:
     args = parse_args(
         [
             "--listen",
-            "a",
+            "unix:a",
             "--worker",
-            "b",
+            "unix:b",
             "--max-num-seqs",
             "3",
             "--no-enable-prefix-caching",

@@ -10,10 +10,14 @@ from parity.vision_families import VISION_FAMILIES, picture, place, preparation_
 from worker.conftest import load_executor
 from worker.mini_scheduler import MiniScheduler, Sequence, greedy
 
+from kvern.errors import KvernError
 from kvern.media import content_hash
 from kvern.v1 import error_pb2, media_pb2, worker_pb2
 from kvern_worker.executor import ModelExecutor
+from kvern_worker.gpu.loading import check as check_gpu
 from kvern_worker.images import EncoderCache
+from kvern_worker.models.registry import load_hf_config
+from kvern_worker.parallel.topology import Topology
 
 FAMILY = VISION_FAMILIES["Qwen 2.5 VL"]
 TEXT = [5, 6, 7]
@@ -118,3 +122,11 @@ def test_a_model_of_texts_refuses_images(checkpoint: object, folder: Path) -> No
     sequence = Sequence([3, 4, 5], greedy(), 2, media=[item])
     MiniScheduler(executor).run([sequence])
     assert sequence.error is not None and sequence.error.code == error_pb2.ERROR_CODE_UNIMPLEMENTED
+
+
+def test_what_does_not_see_yet_is_refused_by_name(folder: Path) -> None:
+    file, config = load_hf_config(folder)
+    with pytest.raises(KvernError, match="runs on CPUs only"):
+        check_gpu(file, config, "fp32")
+    with pytest.raises(KvernError, match="tensor-parallel-size 2 is not supported"):
+        Topology(tensor=2).check_model(config, file)

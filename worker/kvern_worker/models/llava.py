@@ -29,6 +29,8 @@ from kvern_worker.models.clip import ClipConfig, ClipTower, load_clip, load_plai
 from kvern_worker.weights.loader import WeightLoader
 
 QUANTIZATIONS: tuple[str, ...] = ()
+# Images are merged on the host.
+DEVICES = ("cpu",)
 DEVICES = ("cpu",)
 TENSOR_NAMES = (
     (r"language_model\.model\.", "model."),

@@ -33,6 +33,8 @@ from kvern_worker.models.llava import text_config
 from kvern_worker.weights.loader import WeightLoader
 
 QUANTIZATIONS: tuple[str, ...] = ()
+# Images are merged on the host.
+DEVICES = ("cpu",)
 DEVICES = ("cpu",)
 TENSOR_NAMES = ((r"model\.language_model\.", "model."), (r"model\.visual\.", "visual."))
 _EPS = 1e-6

@@ -169,18 +169,29 @@ struct Walk {
         p.source.scales(false, position, LANES, b.key_scales + g * LANES);
         p.source.scales(true, position, LANES, b.value_scales + g * LANES);
       }
+      const T* keys = p.elements.keys[g] = p.source.key_at(position);
+      if (p.source.contiguous()) {
+        p.elements.after_keys[g] = g >= GROUPS - GROUPS_AT_ONCE ? p.source.value_at(ahead - PART)
+                                   : ahead < p.end              ? p.source.key_at(ahead)
+                                                                : keys;
+        continue;
+      }
+      p.elements.after_keys[g] = keys;
       if (ahead < p.end) p.source.prefetch_keys(ahead);
       if (g >= GROUPS - GROUPS_AT_ONCE) p.source.prefetch_values(ahead - PART);
-      p.elements.keys[g] = p.source.key_at(position);
     }
     score<M>(q, rows, depth, p.elements, group, whole, b.scores);
   }
   void mix_direct(Part& p, int64_t first, int64_t last, int64_t rows, const Buffers& b) const {
     for (int64_t g = first / LANES; g * LANES < last; ++g) {
       const int64_t position = p.position(g), ahead = position + GROUPS_AT_ONCE * LANES;
-      if (ahead < p.end && g < GROUPS - GROUPS_AT_ONCE) p.source.prefetch_values(ahead);
-      if (ahead < p.end && g >= GROUPS - GROUPS_AT_ONCE) p.source.prefetch_keys(ahead);
-      p.elements.values[g] = p.source.value_at(position);
+      const T* values = p.elements.values[g] = p.source.value_at(position);
+      const bool in_part = g < GROUPS - GROUPS_AT_ONCE;
+      p.elements.after_values[g] = ahead >= p.end             ? values
+                                   : in_part                  ? p.source.value_at(ahead)
+                                   : p.source.contiguous()    ? p.source.key_at(ahead)
+                                                              : values;
+      if (ahead < p.end && !in_part && !p.source.contiguous()) p.source.prefetch_keys(ahead);
     }
     mix<M>(b.weights, rows, p.elements, first, last, b.band.acc, width);
   }

@@ -21,11 +21,14 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A part of the context: of group g, word d of its 16 keys at keys[g] + d * key_row, and word row j of its values
-// at values[g] + j * value_row. E: how operands lie, as words or as the cache's elements, which M::words pairs.
+// at values[g] + j * value_row. E: how operands lie, as words or as the cache's elements, which M::words pairs. Elements
+// come from memory: while those of a group are used, as many from `after_keys` and `after_values` on are asked for, a
+// line at a time between the products, which a burst of prefetches would hold up.
 template <class E>
 struct Context {
   const E *keys[GROUPS], *values[GROUPS];
   int64_t key_row, value_row;
+  const E *after_keys[GROUPS], *after_values[GROUPS];
 };
 
 // Calls f.template operator()<N>() for the run-time n in 1 … MAX.
@@ -95,12 +98,17 @@ struct BF16Math {
 // Elements of E that make a word of M's.
 template <class M, class E>
 constexpr int64_t PER_WORD = __is_same(E, typename M::Word) ? 1 : M::WIDTH;
+template <class M, class E>
+constexpr bool FROM_MEMORY = !__is_same(E, typename M::Word);
 
 template <class M, int ROWS, int GROUPS_AT_ONCE, class E>
 static void score_block(const typename M::Word* q, int64_t depth, const Context<E>& c, int64_t group, float* scores) {
   V16 acc[ROWS][GROUPS_AT_ONCE];
-  const E* keys[GROUPS_AT_ONCE];
+  const E *keys[GROUPS_AT_ONCE], *after[GROUPS_AT_ONCE];
   UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) keys[g] = c.keys[group + g];
+  if constexpr (FROM_MEMORY<M, E>) {
+    UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) after[g] = c.after_keys[group + g];
+  }
   UNROLL for (int r = 0; r < ROWS; ++r) {
     UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) acc[r][g] = zero();
   }
@@ -108,6 +116,7 @@ static void score_block(const typename M::Word* q, int64_t depth, const Context<
     typename M::Lanes b[GROUPS_AT_ONCE];
     UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) {
       b[g] = M::words(keys[g] + d * PER_WORD<M, E> * c.key_row, c.key_row);
+      if constexpr (FROM_MEMORY<M, E>) __builtin_prefetch(after[g] + d * PER_WORD<M, E> * LANES, 0, 2);
     }
     UNROLL for (int r = 0; r < ROWS; ++r) {
       UNROLL for (int g = 0; g < GROUPS_AT_ONCE; ++g) acc[r][g] = M::dot(q[r * depth + d], b[g], acc[r][g]);
@@ -148,9 +157,18 @@ static void mix_block(const typename M::Word* weights, const Context<E>& c, int6
     const int64_t g = j / group_words, end = (g + 1) * group_words < to ? (g + 1) * group_words : to;
     const int64_t step = PER_WORD<M, E> * c.value_row;
     const E* row = c.values[g] + (j - g * group_words) * step + column;
+    const E* after = nullptr;
+    if constexpr (FROM_MEMORY<M, E>) after = c.after_values[g] + (j - g * group_words) * step + column;
     for (; j < end; ++j, row += step) {
       typename M::Lanes b[COLUMNS];
       UNROLL for (int i = 0; i < COLUMNS; ++i) b[i] = M::words(row + i * LANES, c.value_row);
+      if constexpr (FROM_MEMORY<M, E>) {
+        UNROLL for (int i = 0; i < COLUMNS * LANES; i += 64 / (int)sizeof(E)) {
+          __builtin_prefetch(after + i, 0, 2);
+          if constexpr (PER_WORD<M, E> > 1) __builtin_prefetch(after + i + c.value_row, 0, 2);
+        }
+        after += step;
+      }
       UNROLL for (int r = 0; r < ROWS; ++r) {
         UNROLL for (int i = 0; i < COLUMNS; ++i) acc[r][i] = M::dot(weights[r * row_words + j], b[i], acc[r][i]);
       }

@@ -64,6 +64,8 @@ struct Source {
 
   // Whether float32 arithmetic can read a float32 cache where it lies.
   bool dense() const { return keys_dense && values_dense && c.value_dim % LANES == 0; }
+  // Whether the keys of a group follow each other in memory, component after component, as its values do.
+  bool contiguous() const { return c.key_strides[3] == LANES; }
   const T* key_at(int64_t position) const {
     const int64_t block = table[position / c.block_size], *s = c.key_strides;
     return (const T*)c.keys + block * s[0] + head * s[1] + position % c.block_size * s[2];

@@ -132,7 +132,7 @@ def block_states(group: Group) -> bytes:
     states = group.pool.states()
     batch = group.batch
     for slot in np.flatnonzero(batch.active).tolist():
-        table = batch.table[slot, : batch.num_blocks[slot]]
+        table = batch.held(slot)
         alone = table[states[table] != SHARED]
         states[alone] = FIRST_OWNER + slot % NUM_OWNERS
     return states.tobytes()

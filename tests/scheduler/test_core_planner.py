@@ -317,3 +317,51 @@ def test_the_integrity_check_finds_what_is_wrong() -> None:
     core.group.batch.table[0, 0] += 1
     with pytest.raises(IntegrityError):
         core.cell.check_integrity()
+
+
+def test_blocks_out_of_a_window_s_reach_are_given_back() -> None:
+    """Eight sequences of 150 tokens in a pool of 64 blocks of 4, each held to its window and what is being written."""
+    core = CoreHarness(replace(CONFIG, sliding_window=10))
+    requests = [core.submit([20 + i, *PROMPT[: 4 * i]], 120) for i in range(8)]
+    most = 0
+    while core.cell.num_waiting or core.group.batch.num_running or core.results:
+        while core.plan() is not None:
+            pass
+        core.fold()
+        core.group.check_integrity()
+        decoding = np.flatnonzero(core.group.batch.decoding)
+        most = max([most, *(core.group.batch.held(slot).size for slot in decoding.tolist())])
+    for request in requests:
+        assert core.output(request.sequences[0]) == core.expected(request.sequences[0])
+    assert core.group.num_preemptions == 0
+    # The window in blocks, one that it begins in, one for each plan in flight.
+    assert most <= 6
+
+
+def test_a_window_that_is_given_back_is_still_found() -> None:
+    core = CoreHarness(replace(CONFIG, sliding_window=10))
+    prompt = [*PROMPT, *PROMPT]
+    core.submit(prompt, 2)
+    core.run()
+    again = core.submit(prompt, 2)
+    core.run()
+    assert again.sequences[0].num_cached_tokens == 52
+    assert core.output(again.sequences[0]) == core.expected(again.sequences[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_under_pressure(seed: int) -> None:
+    """Chunks, preemption and prefix hits, with blocks that change hands while steps are in flight."""
+    random = np.random.default_rng(seed)
+    core = CoreHarness(replace(CONFIG, num_blocks=45, sliding_window=int(random.integers(1, 30))))
+    requests = []
+    for _ in range(40):
+        prompt = PROMPT[: random.integers(1, 27)] * int(random.integers(1, 4))
+        requests.append(core.submit(prompt, int(random.integers(1, 60)), n=int(random.integers(1, 3))))
+        core.plan()
+        if core.results and random.random() < 0.7:
+            core.fold()
+        core.cell.check_integrity()
+    core.run()
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    assert [core.output(s) for s in sequences] == [core.expected(s) for s in sequences]

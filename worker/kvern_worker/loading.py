@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -227,6 +227,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
         ).digest(),
         kv_cache_dtype=kv_dtype_name,
         state_block_size=size.state_block_size,
+        sliding_window=_sliding_window(config),
         pooling=pooling.to_pb(config.hidden_size, bidirectional) if pooling else None,
         images=isinstance(model, Seeing),
     )
@@ -273,6 +274,12 @@ def _open_device(name: str) -> Host | Gpu:
 
 def _multiplies_bfloat16(device: Host | Gpu) -> bool:
     return has_fast_bfloat16() if device.place.type == "cpu" else torch.cuda.is_bf16_supported()
+
+
+def _sliding_window(config: Any) -> int:
+    """Of the layer that sees most, where none sees all."""
+    windows: Sequence[int] = getattr(config, "windows", ()) or (0,)
+    return max(windows) if all(windows) else 0
 
 
 def _adapters(options: LoadOptions, dtype: torch.dtype, place: torch.device) -> AdapterLibrary | None:

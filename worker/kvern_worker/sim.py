@@ -53,6 +53,7 @@ class SimConfig:
     profile: StepProfile | None = None
     # Simulated seconds in a second: below 1, many groups fit onto few cores.
     speed: float = 1.0
+    sliding_window: int = 0
     # Of the tiers, in blocks.
     num_memory_blocks: int = 0
     num_disk_blocks: int = 0
@@ -196,6 +197,7 @@ class SimExecutor:
                 dtype="float32",
                 vocab_size=c.vocab_size,
                 max_model_len=c.max_model_len,
+                sliding_window=c.sliding_window,
                 eos_token_ids=c.eos_token_ids,
                 digest=hashlib.sha256(repr(c).encode()).digest(),
                 state_block_size=c.state_block_size,
@@ -403,6 +405,7 @@ class _Shadow:
         self.num_blocks = np.zeros(config.max_num_seqs, np.int64)
         self.prefix: dict[int, list[int]] = {}
         # Of a hybrid: the prefix that each slot's state, and each checkpoint, has taken in.
+        self.window = config.sliding_window or config.max_model_len
         self.is_hybrid = config.state_block_size > 0
         self.states = np.zeros(config.max_num_seqs, np.uint64)
         self.checkpoints = np.zeros(config.num_state_blocks, np.uint64)
@@ -456,18 +459,19 @@ class _Shadow:
         self.kv[targets] = self.kv[sources]
 
     def compute(self, slot: int, start: int, end: int, held: npt.NDArray[np.uint32]) -> None:
-        """Writes positions start … end − 1, after checking that all before them are what they must be."""
+        """Writes positions start … end − 1, after checking that all before them, in the window, are what they must be."""
         size = self.block_size
         needed = -(-end // size)
         if needed > self.num_blocks[slot]:
             raise ShadowError(f"slot {slot}: position {end - 1} has no block")
         blocks = self.table[slot, :needed]
-        if (held[blocks] != self.table_generations[slot, :needed]).any():
+        seen = max(0, start - self.window + 1)
+        if (held[blocks] != self.table_generations[slot, :needed])[seen // size :].any():
             raise ShadowError(f"slot {slot}: a block of its table was handed out again")
         hashes = np.array(self.prefix[slot][:end], np.uint64)
         keys = self.kv[blocks].reshape(-1)
-        if (keys[:start] != hashes[:start]).any():
-            wrong = int(np.flatnonzero(keys[:start] != hashes[:start])[0])
+        if (keys[seen:start] != hashes[seen:start]).any():
+            wrong = seen + int(np.flatnonzero(keys[seen:start] != hashes[seen:start])[0])
             raise ShadowError(f"slot {slot}: position {wrong} holds another prefix's KV")
         if self.is_hybrid and self.states[slot] != (hashes[start - 1] if start else 0):
             raise ShadowError(f"slot {slot}: its state is not the one after {start} tokens")

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvern/v1/model.proto\x12\x08kvern.v1\"\x8e\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0ekv_cache_dtype\x18\t \x01(\t\x12\x18\n\x10state_block_size\x18\x14 \x01(\r\x12\"\n\x07pooling\x18\x0c \x01(\x0b\x32\x11.kvern.v1.Pooling\x12\x0e\n\x06images\x18( \x01(\x08\"\x8b\x01\n\x07Pooling\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvern.v1.PoolingKind\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x12\n\nnormalized\x18\x03 \x01(\x08\x12\x13\n\x0btruncatable\x18\x04 \x01(\x08\x12\r\n\x05sizes\x18\x05 \x03(\r\x12\x15\n\rbidirectional\x18\x06 \x01(\x08*o\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_KIND_MEAN\x10\x01\x12\x14\n\x10POOLING_KIND_CLS\x10\x02\x12\x15\n\x11POOLING_KIND_LAST\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvern/v1/model.proto\x12\x08kvern.v1\"\xa6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0ekv_cache_dtype\x18\t \x01(\t\x12\x18\n\x10state_block_size\x18\x14 \x01(\r\x12\x16\n\x0esliding_window\x18\x1e \x01(\r\x12\"\n\x07pooling\x18\x0c \x01(\x0b\x32\x11.kvern.v1.Pooling\x12\x0e\n\x06images\x18( \x01(\x08\"\x8b\x01\n\x07Pooling\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvern.v1.PoolingKind\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x12\n\nnormalized\x18\x03 \x01(\x08\x12\x13\n\x0btruncatable\x18\x04 \x01(\x08\x12\r\n\x05sizes\x18\x05 \x03(\r\x12\x15\n\rbidirectional\x18\x06 \x01(\x08*o\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_KIND_MEAN\x10\x01\x12\x14\n\x10POOLING_KIND_CLS\x10\x02\x12\x15\n\x11POOLING_KIND_LAST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLINGKIND']._serialized_start=449
-  _globals['_POOLINGKIND']._serialized_end=560
+  _globals['_POOLINGKIND']._serialized_start=473
+  _globals['_POOLINGKIND']._serialized_end=584
   _globals['_MODELINFO']._serialized_start=35
-  _globals['_MODELINFO']._serialized_end=305
-  _globals['_POOLING']._serialized_start=308
-  _globals['_POOLING']._serialized_end=447
+  _globals['_MODELINFO']._serialized_end=329
+  _globals['_POOLING']._serialized_start=332
+  _globals['_POOLING']._serialized_end=471
 # @@protoc_insertion_point(module_scope)

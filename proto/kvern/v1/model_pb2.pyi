@@ -60,6 +60,7 @@ class ModelInfo(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     STATE_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -82,6 +83,10 @@ class ModelInfo(_message.Message):
     """Tokens between possible checkpoints of a sequence's state, a multiple of the KV block size; 0: the model has
     keys and values only. A prefix hit of a model with states is as long as its last checkpoint.
     """
+    sliding_window: _builtins.int
+    """Keys that a query sees in every layer, its own included; 0: some layer sees all. Blocks before them hold nothing that
+    is read again.
+    """
     images: _builtins.bool
     """Prompts may hold images."""
     @_builtins.property
@@ -103,12 +108,13 @@ class ModelInfo(_message.Message):
         digest: _builtins.bytes = ...,
         kv_cache_dtype: _builtins.str = ...,
         state_block_size: _builtins.int = ...,
+        sliding_window: _builtins.int = ...,
         pooling: Global___Pooling | None = ...,
         images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "images", b"images", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "images", b"images", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "sliding_window", b"sliding_window", "state_block_size", b"state_block_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

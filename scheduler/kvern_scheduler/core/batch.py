@@ -105,6 +105,8 @@ class Batch:
         max_blocks = -(-model.max_model_len // block_size)
         self.table: U32 = np.zeros((max_num_seqs, max_blocks), np.uint32)
         self.num_blocks = zeros()
+        # Of those, given back from the front: out of reach of a sliding window.
+        self.num_freed = zeros()
         # Positions of the table that no plan has computed: num_blocks * block_size − num_scheduled.
         self.room = zeros()
         # Tokens that are in the sequence's log (or prompt).
@@ -151,13 +153,14 @@ class Batch:
             self.num_with_stop_ids += 1
         self.table[slot, : blocks.size] = blocks
         self.num_blocks[slot] = blocks.size
+        self.num_freed[slot] = 0
         self.room[slot] = blocks.size * self.block_size - num_computed
         self.reserved[slot] = 0
         self.protected[slot] = False
         return slot
 
     def leave(self, slot: int) -> U32:
-        """Empties ``slot`` and returns its block table. The sequence's log gets the newest tokens."""
+        """Empties ``slot`` and returns the blocks that it holds. The sequence's log gets the newest tokens."""
         sequence = self.sequences[slot]
         assert sequence is not None
         self.flush(slot)
@@ -172,7 +175,26 @@ class Batch:
         self.num_departures += 1
         self.reserved[slot] = 0
         self.free_slots.append(slot)
-        return self.table[slot, : self.num_blocks[slot]].copy()
+        return self.held(slot).copy()
+
+    def held(self, slot: int) -> U32:
+        """The part of its block table that it has not given back."""
+        return self.table[slot, self.num_freed[slot] : self.num_blocks[slot]]
+
+    def free_before(self, slots: npt.NDArray[np.intp], blocks: npt.NDArray[np.int64]) -> list[U32]:
+        """Takes from ``slots`` what they hold of their first ``blocks[i]`` blocks, and returns it."""
+        freeing = slots[blocks > self.num_freed[slots]]
+        if not freeing.size:
+            return []
+        until = np.minimum(blocks[blocks > self.num_freed[slots]], self.num_blocks[freeing])
+        freed = [
+            self.table[slot, first:last].copy()
+            for slot, first, last in zip(
+                freeing.tolist(), self.num_freed[freeing].tolist(), until.tolist(), strict=True
+            )
+        ]
+        self.num_freed[freeing] = until
+        return freed
 
     def flush(self, slot: int) -> None:
         """Appends the tokens that the sequence's log lacks."""
@@ -236,7 +258,7 @@ class Batch:
         return int(candidates[np.argmax(self.seq_no[candidates])])
 
     def tables(self) -> list[U32]:
-        return [self.table[slot, : self.num_blocks[slot]] for slot in np.flatnonzero(self.active)]
+        return [self.held(slot) for slot in np.flatnonzero(self.active).tolist()]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where the arrays contradict each other."""

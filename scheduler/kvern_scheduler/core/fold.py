@@ -62,6 +62,8 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         _complete_decoded(group, plan, alive)
     if group.states is not None and plan.saves.slots:
         _complete_saves(group, group.states, plan.saves, alive)
+    if group.model.sliding_window:
+        _free_unseen(group, plan, sampled, alive)
     for index in ended:
         _finish(group, int(sampled.slots[index]), int(tokens[index]), bool(stopped[index]), now)
     for sequence, error in errors:
@@ -120,6 +122,23 @@ def _embeddings(group: Group, result: Result) -> dict[int, bytes]:
             f"step {result.step}: {len(result.embeddings)} bytes of embeddings for {len(slots)} sequences"
         )
     return {slot: result.embeddings[size * at : size * (at + 1)] for at, slot in enumerate(slots)}
+
+
+def _free_unseen(group: Group, plan: Plan, sampled: Cohort, alive: Mask | None) -> None:
+    """Gives back the blocks before the windows of the positions that come next. A plan in flight reads none of them, and
+    those planned from here on, which may write to them, run after it."""
+    batch = group.batch
+    count = plan.num_unsampled
+    slots = np.array(plan.prefill_slots[:count], np.intp)
+    computed = np.array(plan.prefill_ends[:count], np.int64)
+    if alive is not None:
+        computed, slots = computed[alive[slots]], slots[alive[slots]]
+    # The newest token of the others is not computed yet.
+    slots = np.concatenate([slots, sampled.slots])
+    computed = np.concatenate([computed, batch.num_tokens[sampled.slots] - 1])
+    seen = np.maximum(computed - group.model.sliding_window + 1, 0)
+    for blocks in batch.free_before(slots, seen // group.block_size):
+        group.pool.release(blocks)
 
 
 def _append(group: Group, sampled: Cohort, tokens: npt.NDArray[np.int32]) -> tuple[list[int], Mask]:

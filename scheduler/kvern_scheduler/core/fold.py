@@ -62,7 +62,7 @@ def fold_step(group: Group, result: Result, now: float) -> Plan:
         _complete_decoded(group, plan, alive)
     if group.states is not None and plan.saves.slots:
         _complete_saves(group, group.states, plan.saves, alive)
-    if group.model.sliding_window:
+    if group.model.sliding_window and not pooled:
         _free_unseen(group, plan, sampled, alive)
     for index in ended:
         _finish(group, int(sampled.slots[index]), int(tokens[index]), bool(stopped[index]), now)

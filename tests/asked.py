@@ -190,7 +190,12 @@ ROWS: dict[str, list[Row]] = {
             "`models/`",
             ("parity/test_family_parity.py", "kernels/test_moe_reference.py"),
         ),
-        Row("`--expert-placement-strategy`, `--all2all-backend`", "", missing=REFUSED),
+        Row(
+            "`--expert-placement-strategy`, `--all2all-backend`",
+            "linear and round_robin for every model; each rank sees all tokens",
+            ("worker/test_worker_groups.py",),
+            "all-to-all between ranks",
+        ),
         Row("`--enable-eplb`", "", missing=REFUSED),
     ],
     "Weight offload": [

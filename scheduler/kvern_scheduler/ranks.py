@@ -91,7 +91,8 @@ class RankCalls:
                 if (await self._read(rank)).results:
                     self._ran[rank].set()
         except (WorkerLost, *CALL_ERRORS) as error:
-            self._lost = WorkerLost(f"rank {rank}: {error}")
+            said = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            self._lost = WorkerLost(f"rank {rank}: {said}")
         self._ran[rank].set()
         with contextlib.suppress(*CALL_ERRORS):
             self._calls[self._sampler].cancel()

@@ -80,14 +80,21 @@ class RemoteGroup:
 
 
 @contextlib.contextmanager
-def group_of(folder: Path, model: Path, *flags: str) -> Iterator[RemoteGroup]:
+def group_of(folder: Path, model: Path, *flags: str, dtype: str = "float32") -> Iterator[RemoteGroup]:
     """``kvern-worker`` with ``flags``, its ranks started by it."""
     address = f"unix:{folder}/w.sock"
-    words = ("--listen", address, "--model", str(model), "--dtype", "float32", "--max-num-seqs", "8")
-    words += ("--kv-cache-memory-bytes", "4000000", "--distributed-timeout-seconds", "60", "--threads", "1")
-    process = subprocess.Popen([sys.executable, "-m", "kvern_worker.server", *words, *flags])
+    process = start_worker(model, "--listen", address, *flags, dtype=dtype)
     try:
         yield RemoteGroup(address, process)
     finally:
         process.terminate()
         process.wait(30)
+
+
+def start_worker(
+    model: Path, *flags: str, dtype: str = "float32", within: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """``within``: a command that runs another, such as ``ip netns exec NAME``."""
+    words = ("--model", str(model), "--dtype", dtype, "--max-num-seqs", "8", "--threads", "1")
+    words += ("--kv-cache-memory-bytes", "4000000", "--distributed-timeout-seconds", "60")
+    return subprocess.Popen([*within, sys.executable, "-m", "kvern_worker.server", *words, *flags])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -132,7 +134,9 @@ async def test_streams_outlive_a_rank(dense: Path, tmp_path: Path, how: signal.S
         ]
         workers = [word for name in ("a", "b") for word in ("--worker", f"unix:{tmp_path}/{name}/w.sock")]
         stop = asyncio.Event()
-        args = parse_args(["--listen", f"unix:{tmp_path}/s", *workers])
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        args = parse_args(["--listen", f"unix:{tmp_path}/s", "--metrics-port", str(port), *workers])
         scheduler = asyncio.create_task(serve(args, MemoryStore(), stop))
         gateway = await open_gateway(f"unix:{tmp_path}/s")
         try:
@@ -143,6 +147,10 @@ async def test_streams_outlive_a_rank(dense: Path, tmp_path: Path, how: signal.S
                 submit.block_hashes = b""
                 await gateway.send(submits=[submit])
             await gateway.until(lambda: all(len(gateway.tokens.get(h, [])) > 20 for h in handles))
+            page = await asyncio.to_thread(urlopen, f"http://127.0.0.1:{port}/metrics")
+            ratios = re.findall(r"kvern_comm_compute_ratio\{.*\} (.*)", page.read().decode())
+            # The other group is one rank, which has nobody to talk to.
+            assert sorted(float(ratio) > 0 for ratio in ratios) == [False, True]
             victim = groups[0].pid_of_rank(1)
             os.kill(victim, how)
             await gateway.until(lambda: len(gateway.finished) == len(handles), 60)

@@ -50,7 +50,7 @@ class GroupExecutor(ModelExecutor):
             raise
         except Exception as error:
             log.exception("step %d failed", plan.step)
-            leave(f"step {plan.step}: {error}")
+            leave(f"in step {plan.step}: {str(error).split('. ')[0]}")
             raise
 
     def _sample(

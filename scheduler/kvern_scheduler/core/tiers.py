@@ -114,6 +114,10 @@ class Tiers:
             found.append(block_hash)
         return found
 
+    def count(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks of the prefix ``hashes`` lie in the tiers."""
+        return len(self.find(hashes, len(hashes)))
+
     def loading(self, block_hash: bytes) -> Transfer | None:
         """What brings the block to the device already."""
         return self._loads.get(block_hash)

@@ -26,6 +26,7 @@ from kvern.v1 import worker_pb2, worker_pb2_grpc
 from kvern_kernels import kv_cache
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.layers.attention import KvCache
+from kvern_worker.parallel.topology import Topology
 from kvern_worker.service import Progress, WorkerServicer
 from kvern_worker.tiers.disk import HEADER_BYTES, DiskTier
 from kvern_worker.tiers.memory import DeviceBlocks, MemoryTier
@@ -207,6 +208,8 @@ def test_a_block_s_bytes_are_all_of_it(dtype: torch.dtype) -> None:
 def test_what_has_no_room_or_no_use_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(KvernError, match="holds no block"):
         load_executor(checkpoint("llama"), kv_offloading_gib=1e-9)
+    with pytest.raises(KvernError, match="several ranks are not offloaded yet"):
+        load_executor(checkpoint("llama"), kv_offloading_gib=0.01, topology=Topology(tensor=2))
     family = FAMILIES["Bamba"]
     hybrid = family.save(family.make(), tmp_path / "hybrid")
     with pytest.raises(KvernError, match="keeps states is not offloaded yet"):

@@ -126,13 +126,13 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
             checkpoint = replace(checkpoint, config=replace(checkpoint.config, max_positions=longest))
         dtype_name = choose_dtype(options.dtype, checkpoint.config.dtype, _multiplies_bfloat16(device))
         progress.start(checkpoint.source.total_bytes)
-    options.topology.check_model(checkpoint.config, checkpoint.file)
     if options.topology.world > 1 and options.kv_offloading_gib:
         raise unsupported(
             "--kv-offloading-size: blocks of a group of several ranks are not offloaded yet; leave the flag out",
             field="kv_offloading_size",
             value=options.kv_offloading_gib,
         )
+    options.topology.check_model(checkpoint.config, checkpoint.file)
     if options.topology.world > 1 and isinstance(device, Gpu):
         raise unsupported(
             "groups of several ranks run on CPUs; groups of GPUs are not supported yet",

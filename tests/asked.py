@@ -301,6 +301,7 @@ ROWS: dict[str, list[Row]] = {
             "`--log-format`, `--enable-log-requests`, `--enable-logging-iteration-details`, `kvern logging`",
             ("scheduler/test_event_log.py", "worker/test_start_log.py"),
         ),
+        Row("OpenTelemetry", "`--otlp-traces-endpoint` on all services", ("e2e/test_traces.py",)),
         Row(
             "profiler",
             "`kvern profile`: phases of steps, kernels, a Chrome trace",

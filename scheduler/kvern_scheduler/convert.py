@@ -57,6 +57,7 @@ def _entry_to_pb(entry: Entry) -> worker_pb2.NewSequence:
         params=params,
         state_block=entry.state_block,
         adapter_slot=entry.adapter_slot,
+        traceparent=request.submission.traceparent,
         media=[
             # Where keys and values of all its tokens are cached, nobody needs to see it.
             without_pixels(item) if item.offset + item.length <= entry.num_computed else item

@@ -88,6 +88,16 @@ def check(collector: Collector, call: str, trace: str, parent: str) -> None:
         # 19 steps of 5 ms follow the first token.
         assert phases["decode"].end_time_unix_nano - phases["decode"].start_time_unix_nano > 19 * 4_500_000
         assert outer.start_time_unix_nano <= span.start_time_unix_nano + 50_000_000
+    # The worker: one span for each of about 20 steps, though two choices decode in them.
+    until(lambda: len(collector.named(trace, "step")) >= 20, "the worker's spans arrive", 20)
+    steps = collector.named(trace, "step")
+    numbers = [attributes(span)["kvern.step"] for _, span in steps]
+    assert len(set(numbers)) == len(numbers) <= 26
+    for service, span in steps:
+        assert (service, span.parent_span_id) == ("kvern-worker", outer.span_id)
+        assert attributes(span)["kvern.forward_us"] > 4_500
+        assert span.end_time_unix_nano - span.start_time_unix_nano > 4_500_000
+    assert sum(attributes(span)["kvern.num_decoded"] for _, span in steps) == 2 * 19
     assert "secret" not in "".join(map(str, collector.spans))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvern.errors import KvernError, invalid
-from kvern.rpc import logs, spellings, tls
+from kvern.rpc import logs, spellings, tls, tracing
 from kvern.rpc.flags import endpoint, factor, fraction, group_addresses, not_negative, port, positive, size
 from kvern.rpc.server import stop_on_signals
 from kvern_worker import quantization, service, start_log
 from kvern_worker.config import KV_CACHE_DTYPES, LOAD_FORMATS, SAFETENSORS_STRATEGIES
 from kvern_worker.parallel import launch
 from kvern_worker.sizing import parse_length
+from kvern_worker.traces import StepTraces
 
 DEFAULT_MAX_LORA_RANK = 16
 
@@ -242,6 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sim-vocab-size", type=positive, default=32_000, help="simulated device: vocabulary")
     logs.add_flags(parser)
     tls.add_flags(parser)
+    tracing.add_flags(parser)
     return parser
 
 
@@ -261,6 +264,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args = spellings.parse(parser, argv)
     args.tls = tls.from_flags(parser, args)
+    args.tracing = tracing.from_flags(parser, args, "kvern-worker")
     if args.device in ("cpu", "sim") and args.exact is False:
         parser.error("argument --no-exact: has no effect on --device " + args.device)
     if args.enforce_eager and args.cudagraph_capture_sizes:
@@ -324,6 +328,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (KvernError, OSError) as error:
         print(f"kvern-worker: {error}", file=sys.stderr)
         code = 1
+    if args.tracing is not None:
+        args.tracing.close()
     # The loading or computing thread may be in native code, which a tidy interpreter shutdown would abort.
     sys.stderr.flush()
     os._exit(code)
@@ -335,7 +341,13 @@ async def _serve(args: argparse.Namespace, listen: str, group: launch.Launch | N
     groups = args.sim_groups if args.device == "sim" else 1
     await asyncio.gather(
         *(
-            service.serve(address, lambda progress: _load(args, progress, group), stop=stop, tls=args.tls)
+            service.serve(
+                address,
+                functools.partial(_load, args, group=group),
+                stop=stop,
+                tls=args.tls,
+                traces=None if args.tracing is None else StepTraces(args.tracing),
+            )
             for address in group_addresses(listen, groups)
         )
     )

@@ -32,6 +32,7 @@ from kvern.rpc.tls import Tls
 from kvern.v1 import error_pb2, worker_pb2, worker_pb2_grpc
 from kvern_worker.compute_thread import ComputeThread
 from kvern_worker.plan_checks import check_plan, claimed, failed_step, is_empty
+from kvern_worker.traces import StepTraces
 
 SERVICE_NAME = "kvern.v1.WorkerService"
 HEARTBEAT_S = 0.25
@@ -163,7 +164,8 @@ class _Stream:
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one executor; before :meth:`attach` it only describes how far loading is."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, traces: StepTraces | None = None) -> None:
+        self._traces = traces
         self.instance_id = uuid.uuid4().hex
         self._progress = progress
         self._executor: Executor | None = None
@@ -379,10 +381,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         log.info("epoch %d drives this worker", epoch)
         self._owner, stream.epoch, self._epoch = stream, epoch, epoch
         if self._compute is None:
-            self._executor.reset()
+            self._reset_batch()
             self._reset_for(stream)
         else:
-            self._compute.submit(self._executor.reset, lambda _: self._reset_for(stream))
+            self._compute.submit(self._reset_batch, lambda _: self._reset_for(stream))
+
+    def _reset_batch(self) -> None:
+        assert self._executor is not None
+        self._executor.reset()
+        if self._traces is not None:
+            self._traces.reset()
 
     def _reset_for(self, stream: _Stream) -> None:
         """Nothing moves any more that an earlier stream began: what ends from now on is this one's."""
@@ -405,6 +413,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._last_done:
             result.wait_us = int(min(max(started - self._last_done, 0.0) * 1e6, 2**32 - 1))
         self._last_done = time.perf_counter()
+        if self._traces is not None:
+            self._traces.stepped(plan, result, self._last_done - started)
         return result
 
     def _record(self) -> None:
@@ -441,6 +451,7 @@ async def serve(
     grace_s: float = 5.0,
     stop: asyncio.Event | None = None,
     tls: Tls | None = None,
+    traces: StepTraces | None = None,
 ) -> None:
     """Starts gRPC at once, runs ``load`` in a thread, serves until SIGTERM or ``stop``.
 
@@ -448,7 +459,7 @@ async def serve(
     """
     stop = stop or stop_on_signals()
     progress = Progress()
-    servicer = WorkerServicer(progress)
+    servicer = WorkerServicer(progress, traces)
     server = Server([SERVICE_NAME], tls=tls)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     port = progress.port = await server.start(listen)

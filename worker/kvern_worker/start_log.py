@@ -22,7 +22,8 @@ LOW_MEMORY_SHARE = 0.05
 def started(args: argparse.Namespace) -> None:
     """The version, and the flags that say something."""
     given = {n: str(value) for n, value in vars(args).items() if value not in (None, False, [], "")}
-    given.pop("tls", None)
+    for name in ("tls", "tracing"):
+        given.pop(name, None)
     event(log, "phase=start", version=importlib.metadata.version("kvern"), config=given)
 
 

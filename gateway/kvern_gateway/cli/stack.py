@@ -79,6 +79,7 @@ SERVICE_FLAGS: dict[str, tuple[str, ...]] = {
         "sim_num_blocks",
         "sim_vocab_size",
         "log_format",
+        "otlp_traces_endpoint",
     ),
     "scheduler": (
         "max_num_batched_tokens",

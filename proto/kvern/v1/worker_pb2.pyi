@@ -471,6 +471,7 @@ class NewSequence(_message.Message):
     STATE_BLOCK_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     sequence_id: _builtins.str
     """Distinguishes the sequences that a slot holds over time; echoed by no one, for logs."""
@@ -487,6 +488,8 @@ class NewSequence(_message.Message):
     """Set where num_computed_tokens > 0 and the model has states: the checkpoint that holds the one after them."""
     adapter_slot: _builtins.int
     """1 + the slot of its adapter; 0: none."""
+    traceparent: _builtins.str
+    """W3C traceparent that spans of its steps lie under. May be empty."""
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams:
         """Resolved. `seed` is the sequence's own: choices of one request get different ones."""
@@ -509,10 +512,11 @@ class NewSequence(_message.Message):
         state_block: _builtins.int | None = ...,
         adapter_slot: _builtins.int = ...,
         media: _abc.Iterable[_media_pb2.MediaItem] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "params", b"params", "state_block", b"state_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "adapter_slot", b"adapter_slot", "block_generations", b"block_generations", "block_ids", b"block_ids", "media", b"media", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_block", b"_state_block", "adapter_slot", b"adapter_slot", "block_generations", b"block_generations", "block_ids", b"block_ids", "media", b"media", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "params", b"params", "sequence_id", b"sequence_id", "slot", b"slot", "state_block", b"state_block", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state_block: _TypeAlias = _typing.Literal["state_block"]  # noqa: Y015
     _WhichOneofArgType__state_block: _TypeAlias = _typing.Literal["_state_block", b"_state_block"]  # noqa: Y015

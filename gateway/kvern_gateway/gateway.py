@@ -96,7 +96,9 @@ class Gateway:
         """What the scheduler said of the model. Raises KvernError UNAVAILABLE before the first session."""
         welcome = self.client.welcome
         if welcome is None:
-            raise unavailable("no scheduler is connected yet; try again shortly")
+            raise unavailable(
+                "no model is served yet: the scheduler is not reached, or its worker still loads; try again shortly"
+            )
         if self._facts is None or self._facts[0] is not welcome:
             self._facts = (welcome, ModelFacts.of(welcome, self.text.sampling_defaults))
             self.metrics.model = self.model_names()[0]

@@ -21,6 +21,7 @@ WAIT_REASONS = (
     operations_pb2.WAIT_REASON_TOKEN_BUDGET,
     operations_pb2.WAIT_REASON_LONG_PROMPTS,
     operations_pb2.WAIT_REASON_ADAPTER,
+    operations_pb2.WAIT_REASON_LOADING,
 )
 MAX_HEADS = 500
 DEFAULT_HEADS = 50
@@ -32,8 +33,8 @@ def timeline(journal: Journal, request_id: str, tenant: str | None, now: float) 
     if record is None:
         raise KvernError(
             error_pb2.ERROR_CODE_REQUEST_NOT_FOUND,
-            f"no timeline of this request: it never came here, or {len(journal.records)} newer ones have taken its "
-            "place, or the scheduler changed after its end; kvern-scheduler --max-timelines says how many are kept",
+            "no timeline of this request: it never came here, or newer ones have taken its place (the last "
+            f"{journal.max_requests} are kept: kvern-scheduler --max-timelines), or the scheduler changed after its end",
             field="request_id",
             value=request_id,
         )

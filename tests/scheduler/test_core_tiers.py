@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from scheduler.core_harness import CoreHarness
 
-from kvern.v1 import worker_pb2
+from kvern.v1 import operations_pb2, worker_pb2
 from kvern_scheduler.core.errors import ProtocolError
 from kvern_scheduler.core.eviction import Arc, Lru
 from kvern_scheduler.core.requests import State
+from kvern_scheduler.timelines import timeline
 from kvern_worker.sim import SimConfig
 
 PROMPT = [(11 * i) % 23 + 3 for i in range(33)]
@@ -56,6 +57,8 @@ def test_what_was_evicted_is_loaded() -> None:
     # All but the token whose logits are wanted.
     assert ask(core, PROMPT) == 1
     assert core.cell.requests[3].sequences[0].num_cached_tokens == len(PROMPT) - 1
+    (choice,) = timeline(core.cell.journal, core.cell.requests[3].key[1], None, core.now).choices
+    assert [w.reason for w in choice.phases[0].waits if w.seconds] == [operations_pb2.WAIT_REASON_LOADING]
 
 
 def test_a_new_worker_finds_what_the_old_one_left_on_disk() -> None:

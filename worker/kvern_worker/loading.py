@@ -29,7 +29,7 @@ from kvern_worker.gpu import loading as gpu_loading
 from kvern_worker.gpu.device import Gpu, open_gpu
 from kvern_worker.images import BatchImages, Seeing
 from kvern_worker.layers.attention import KvCache, block_bytes, warm_up_step
-from kvern_worker.machine import has_fast_bfloat16, physical_cores
+from kvern_worker.machine import freed_memory_returned, has_fast_bfloat16, physical_cores
 from kvern_worker.models import registry
 from kvern_worker.parallel.executor import GroupExecutor
 from kvern_worker.parallel.group import ALONE, WorkerGroup
@@ -193,7 +193,7 @@ def load(options: LoadOptions, progress: Progress, join: Join | None = None) -> 
             device=device.place,
             tp=tp,
         )
-        with nullcontext() if isinstance(device, Host) else device.place:
+        with freed_memory_returned(), nullcontext() if isinstance(device, Host) else device.place:
             model = checkpoint.file.build(config, loader, cache, size.max_model_len)
         torch.set_num_threads(threads)
         done["bytes"] = loader.num_bytes

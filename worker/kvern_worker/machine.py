@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -63,3 +65,26 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+_M_MMAP_THRESHOLD = -3
+_KEEP_FROM, _KEEP_UP_TO = 1 << 17, 1 << 25
+
+
+@contextlib.contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Meanwhile, large pieces that are freed go back to the system at once.
+
+    glibc would keep them: each one that is freed raises the size (up to 32 MiB) below which it keeps pieces for later.
+    Steps want that, since they ask for the same sizes again and again; loading would hold what it has read twice.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _KEEP_FROM)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _KEEP_UP_TO)

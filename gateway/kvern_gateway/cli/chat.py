@@ -26,7 +26,7 @@ class Chat:
         self, client: httpx.Client, model: str | None = None, system: str = "", **sampling: Any
     ) -> None:
         self._client = client
-        self._model = model or self._first_model()
+        self._model = self._served(model)
         self._system = [{"role": "system", "content": system}] if system else []
         self._sampling = {name: value for name, value in sampling.items() if value is not None}
         self.messages: list[dict[str, Any]] = list(self._system)
@@ -76,15 +76,20 @@ class Chat:
                 f"cannot reach {self._client.base_url}: {error}; is `kvern up` running?"
             ) from error
 
-    def _first_model(self) -> str:
+    def _served(self, model: str | None) -> str:
+        """The asked model, or the server's first."""
         try:
             response = self._client.get("/v1/models")
-            name: str = response.raise_for_status().json()["data"][0]["id"]
-            return name
+            names: list[str] = [entry["id"] for entry in response.raise_for_status().json()["data"]]
+            if model is None:
+                return names[0]
         except (httpx.HTTPError, LookupError) as error:
             raise ChatFailed(
                 f"cannot reach {self._client.base_url}: {error}; is `kvern up` running?"
             ) from error
+        if model not in names:
+            raise ChatFailed(f"there is no model {model}; served are {', '.join(names)}")
+        return model
 
 
 def _error_message(body: str) -> str:
@@ -125,6 +130,9 @@ def converse(
             return answered
         if text in ("/exit", "/quit"):
             return answered
+        if text == "/help":
+            print(HELP, file=out)
+            continue
         if text == "/clear":
             chat.clear()
             continue

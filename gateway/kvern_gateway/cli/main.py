@@ -61,7 +61,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _kvern(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+        bool,
+        # No variable: images and pipelines have a KVERN_VERSION of their own.
+        typer.Option(
+            "--version",
+            allow_from_autoenv=False,
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version",
+        ),
     ] = False,
 ) -> None:
     """Serve large language models, talk to them, and measure them."""

@@ -169,7 +169,7 @@ class Fetcher:
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
             raise KvernError(
                 error_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"{name} could not be fetched: {type(error).__name__}",
+                f"{name} could not be fetched: {_reason(error)}",
                 field=name,
                 value=url.host,
             ) from error
@@ -235,3 +235,16 @@ def _tls_context() -> ssl.SSLContext:
     if _context is None:
         _context = ssl.create_default_context()
     return _context
+
+
+def _reason(error: Exception) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return "its host has no address"
+        if isinstance(cause, TimeoutError | httpcore.TimeoutException):
+            return "there was no answer in time"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpcore.ProtocolError):
+        return "the answer was not HTTP"
+    return "the connection failed"

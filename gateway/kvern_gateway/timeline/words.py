@@ -25,6 +25,7 @@ REASONS = {
     pb.WAIT_REASON_TOKEN_BUDGET: "other requests used up the steps' tokens (--max-num-batched-tokens)",
     pb.WAIT_REASON_LONG_PROMPTS: "other long prompts were being prefilled (--max-long-partial-prefills)",
     pb.WAIT_REASON_ADAPTER: "its LoRA adapter was not in a slot",
+    pb.WAIT_REASON_LOADING: "its KV blocks were being loaded from memory or disk",
     pb.WAIT_REASON_STEP: "a step had to end first",
 }
 

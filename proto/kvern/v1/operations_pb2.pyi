@@ -91,6 +91,8 @@ class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason
     """Its LoRA adapter was not in a slot."""
     WAIT_REASON_STEP: _WaitReason.ValueType  # 6
     """For the step that ran."""
+    WAIT_REASON_LOADING: _WaitReason.ValueType  # 7
+    """Its KV blocks were being loaded from memory or disk."""
 
 class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper): ...
 
@@ -107,6 +109,8 @@ WAIT_REASON_ADAPTER: WaitReason.ValueType  # 5
 """Its LoRA adapter was not in a slot."""
 WAIT_REASON_STEP: WaitReason.ValueType  # 6
 """For the step that ran."""
+WAIT_REASON_LOADING: WaitReason.ValueType  # 7
+"""Its KV blocks were being loaded from memory or disk."""
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
 
 @_typing.final

@@ -57,6 +57,7 @@ class Blocked(enum.IntEnum):
     TOKENS = 3
     LONG_PROMPTS = 4
     ADAPTER = 5
+    LOADING = 6
 
 
 class Event(NamedTuple):
@@ -98,14 +99,14 @@ class Journal:
         self.records: dict[tuple[str, str], Record] = {}
         self.num_steps = 0
         self._clock = clock
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._rows = np.zeros(MAX_STEPS if max_requests else 1, STEP)
         self._committed = self._rows["committed"]
         self._num_committed = 0
 
     def begin(self, request: Request) -> None:
         """Keeps what happens to the request from now on, instead of the oldest one's."""
-        if not self._max_requests:
+        if not self.max_requests:
             return
         submission = request.submission
         record = Record(
@@ -114,7 +115,7 @@ class Journal:
             submission.priority,
         )
         self.records.pop(request.key, None)
-        if len(self.records) >= self._max_requests:
+        if len(self.records) >= self.max_requests:
             del self.records[next(iter(self.records))]
         self.records[request.key] = record
         for sequence in request.sequences:

@@ -102,7 +102,7 @@ def _plan_prefills(group: Group, plan: Plan, budget: int, now: float) -> dict[in
     while budget > 0 and batch.free_slots:
         sequence = group.queue.peek(allow_long=len(long) < group.limits.max_long_prefills)
         if sequence is None:
-            blocked = Blocked.ADAPTER if group.queue.has_parked else Blocked.LONG_PROMPTS
+            blocked = _why_none(group)
             break
         if group.whole_prompts and sequence.num_tokens > budget:
             blocked = Blocked.TOKENS
@@ -189,6 +189,13 @@ def _has_room(group: Group, sequence: Sequence, hits: list[int]) -> bool:
     headroom = group.batch.num_running
     available = group.num_unreserved - group.pool.count_idle(hits)
     return wanted + _reserve(group, sequence) + headroom <= available
+
+
+def _why_none(group: Group) -> Blocked:
+    """Why what waits holds nothing that may enter."""
+    if not group.queue.has_parked:
+        return Blocked.LONG_PROMPTS
+    return Blocked.LOADING if group.tiers is not None and group.tiers.num_loading else Blocked.ADAPTER
 
 
 def _load(group: Group, tiers: Tiers, sequence: Sequence) -> bool:

@@ -110,7 +110,7 @@ def check(args: argparse.Namespace) -> None:
         raise _refused("tensor_parallel_size", world, "a simulated device is one rank; use --device cpu")
     if args.enable_lora and world > 1:
         raise _refused(
-            "enable_lora", True, "adapters are not split over ranks yet; use --tensor-parallel-size 1"
+            "tensor_parallel_size", world, "adapters (--enable-lora) are not split over ranks yet; use 1"
         )
     if args.kv_offloading_size and world > 1:
         raise _refused("kv_offloading_size", args.kv_offloading_size, "ranks have no tiers yet; leave it out")

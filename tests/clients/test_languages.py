@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import trustme
 from e2e.running import BIN, Running, free_port, until
+from google.protobuf.descriptor import FileDescriptor
 
 from kvern.rpc.health import check
 from kvern.rpc.tls import Tls
+from kvern.v1 import generation_pb2
 from kvern_gateway.keys import API_KEY_VARIABLE
 
 FOLDER = Path(__file__).parent
@@ -64,6 +66,11 @@ def secured(served: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Secured(address, tls.authorities)
 
 
+def files(service: FileDescriptor) -> set[str]:
+    """A protocol file and those it imports."""
+    return {service.name}.union(*(files(imported) for imported in service.dependencies))
+
+
 def build(language: str, folder: Path) -> list[str]:
     """How to start the client. Fails the test where its compiler is not installed."""
     if language == "python":
@@ -73,7 +80,13 @@ def build(language: str, folder: Path) -> list[str]:
         (folder / "client.js").write_text((FOLDER / "node" / "client.js").read_text())
         argv = ["npm", "install", "--no-save", "@grpc/grpc-js", "@grpc/proto-loader"]
     else:
-        argv = ["sh", str(FOLDER / language / "build.sh"), str(PROTO), str(folder)]
+        argv = [
+            "sh",
+            str(FOLDER / language / "build.sh"),
+            str(PROTO),
+            str(folder),
+            *files(generation_pb2.DESCRIPTOR),
+        ]
     built = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, f"{built.stdout}{built.stderr}\nthe packages it needs: .ci/run"
     return ["node", "client.js"] if language == "node" else [str(folder / "client")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from parity.vision_families import VISION_FAMILIES, picture, place, preparation_of
@@ -13,6 +15,7 @@ from worker.mini_scheduler import MiniScheduler, Sequence, greedy
 from kvern.errors import KvernError
 from kvern.media import content_hash
 from kvern.v1 import error_pb2, media_pb2, worker_pb2
+from kvern_worker.batch import Rows
 from kvern_worker.executor import ModelExecutor
 from kvern_worker.gpu.loading import check as check_gpu
 from kvern_worker.images import EncoderCache
@@ -68,6 +71,26 @@ def test_an_image_is_encoded_once(
     scheduler.run([again], chunk=5)
     assert (scheduler.images, scheduler.cached, len(encoded)) == (4, 2, 2)
     assert len(first.output) == len(again.output) == 4
+
+
+def test_a_sequence_may_enter_with_more_than_its_prompt_computed(
+    folder: Path, executor: ModelExecutor
+) -> None:
+    """As after a scheduler's death, when blocks of its answer are in the prefix cache too."""
+    images, sequence = executor._images, about(folder, 1)
+    assert images is not None
+    images.clear()
+    num_prompt = len(sequence.prompt)
+    positions = []
+    for computed in (num_prompt, num_prompt + 3):
+        images.add(0, sequence.media, num_prompt, computed)
+        starts, lengths = np.array([computed]), np.array([8])
+        step = SimpleNamespace(positions=torch.arange(computed, computed + 8), images=None)
+        images.begin(Rows(np.array([0]), starts, lengths, np.array([True])), step)  # type: ignore[arg-type]
+        positions.append(step.positions.tolist())
+    images.clear()
+    assert positions[0][0] < num_prompt  # an image has fewer rotary positions than tokens
+    assert positions[1] == [position + 3 for position in positions[0]]
 
 
 def test_what_is_kept_of_images_is_bounded(folder: Path) -> None:

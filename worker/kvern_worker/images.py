@@ -137,7 +137,9 @@ class BatchImages:
         grids = [self._model.grid(image) for image in images]
         if grids[0] is not None:
             positions, self._shifts[slot] = _positions(images, grids, num_prompt)
-        self._sequences[slot] = _Sequence(images, num_prompt, positions)
+        # Where the cache has more than the prompt, only the shift is wanted.
+        if num_computed < num_prompt:
+            self._sequences[slot] = _Sequence(images, num_prompt, positions)
 
     def _check(self, image: media_pb2.MediaItem, needed: bool) -> None:
         count = self._model.num_tokens(image)

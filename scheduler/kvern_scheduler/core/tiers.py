@@ -223,11 +223,16 @@ class Tiers:
         self._pool.release(transfer.pinned)
 
     def _forget(self, block_hash: bytes, kind: worker_pb2.TransferKind.ValueType) -> None:
-        """A copy in a tier is no good, or was never made: one on disk of a WRITE, one in memory of a STORE."""
+        """A copy in a tier is no good, or was never made: one on disk of a WRITE, one in memory of a STORE. What could not
+        be loaded may have been stored behind the load's back, by a sequence that computed it: that copy goes too."""
         if kind != WRITE:
             self.memory.discard(block_hash)
         if kind != STORE and self.disk is not None:
             self.disk.discard(block_hash)
+        if kind == LOAD:
+            self._leaves(DROP, block_hash)
+            if self.disk is not None:
+                self._leaves(UNLINK, block_hash)
 
     def lose(self) -> None:
         """The worker's stream is gone, and with it what moved."""

@@ -86,6 +86,30 @@ def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
 
 
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_transfer_that_fails_is_computed_again(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """Whatever went wrong: nobody waits for it for ever, and no row of memory is believed that was not filled."""
+    local = engine(checkpoint("llama"), None)
+    broken = [True]
+    move = getattr(DeviceBlocks, direction)
+
+    def fail(*args: Any) -> None:
+        if broken:
+            broken.clear()
+            raise RuntimeError("no more of that")
+        move(*args)
+
+    monkeypatch.setattr(DeviceBlocks, direction, fail)
+    first, _ = ask(local)
+    ask(local, OTHER)
+    said, _ = ask(local)
+    assert said == first and not broken
+    ask(local, OTHER)
+    assert ask(local) == (first, 96)
+
+
 @pytest.mark.parametrize("damage", [damage_data, damage_header, cut, lengthen, Path.unlink])
 def test_a_damaged_file_is_computed_again(
     checkpoint: Callable[[str], Path], tmp_path: Path, damage: Callable[[Path], None]

@@ -6,6 +6,7 @@ the plan that loads it. The scheduler keeps all steps off the blocks of the devi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from kvern.rpc.packing import pack_u32, unpack_u32
 from kvern.v1 import worker_pb2
 from kvern_worker.tiers.disk import DiskTier
 from kvern_worker.tiers.memory import DeviceBlocks, MemoryTier
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = 8
 """Blocks that are copied in one call: what a step may have to wait for the memory bus."""
@@ -74,7 +77,15 @@ class TierTransfers:
             started = time.perf_counter()
             hashes = split_hashes(transfer.hashes)
             blocks = torch.from_numpy(unpack_u32(transfer.block_ids).astype("int64"))
-            failed = self._do(transfer.kind, hashes, blocks)
+            try:
+                failed = self._do(transfer.kind, hashes, blocks)
+            except Exception:
+                # Sequences wait for the answer, and the next transfers for this thread.
+                log.exception("transfer %d failed", transfer.id)
+                failed = list(range(len(hashes)))
+                if transfer.kind == worker_pb2.TRANSFER_KIND_STORE:
+                    for block_hash in hashes:  # their rows may hold anything
+                        self._memory.drop(block_hash)
             if not transfer.id:
                 continue
             done = worker_pb2.TransferDone(

@@ -272,3 +272,12 @@ def test_a_drained_adapter_is_kept_while_someone_has_it() -> None:
     assert harness.cell.adapters.adapters[1].draining
     harness.cell.forget(request)
     assert 1 not in harness.cell.adapters.adapters
+
+
+def test_an_ordinary_end_says_nothing_new_of_adapters() -> None:
+    harness = Harness()
+    request = harness.submit([4, 5], 5, adapter=1)
+    harness.run()
+    harness.cell.take_changes()
+    harness.cell.forget(request)
+    assert harness.cell.take_changes().adapters is None

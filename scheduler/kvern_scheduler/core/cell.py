@@ -136,9 +136,9 @@ class Cell:
             self._homeless.append(sequence)
 
     def _route(self, sequence: Sequence) -> tuple[Group, int]:
-        """The group with the least to compute before this sequence's next token: its own work less what the group has
-        cached, on its device or below, and its adapter where that is not there, behind what the group has queued. And its tokens cached there; −1
-        where there is no choice."""
+        """The group with the least to do before this sequence's next token, and how many of its tokens are cached there
+        (−1: there is no choice). What there is to do: what the group has queued, what of the sequence it has neither on
+        its device nor below, loads from there, and the adapter's where it is not in a slot."""
         if len(self.groups) == 1:
             return next(iter(self.groups.values())), -1
 
@@ -147,11 +147,9 @@ class Cell:
             cached = len(group.match(sequence.hashes, len(sequence.hashes))[0]) * group.block_size
             adapter = sequence.request.submission.adapter
             loading = ADAPTER_LOAD_TOKENS if adapter and not group.adapters.holds(adapter) else 0
-            below = (
-                0 if group.tiers is None else group.tiers.count(sequence.hashes[cached // group.block_size :])
-            )
-            missing = sequence.num_tokens - cached - below * group.block_size
-            own = MISS_WEIGHT * missing + below * group.block_size + loading
+            rest = sequence.hashes[cached // group.block_size :]
+            below = 0 if group.tiers is None else group.tiers.count(rest) * group.block_size
+            own = MISS_WEIGHT * (sequence.num_tokens - cached - below) + below + loading
             return too_small, own + group.load, group.index, cached
 
         _, _, index, cached = min(map(cost, self.groups.values()))
@@ -332,8 +330,9 @@ class Cell:
         for sequence in request.sequences:
             self._rows[sequence.row] = None
             self._free_rows.append(sequence.row)
-        if request.submission.adapter:
-            self._drop_drained()
+        adapter = self.adapters.adapters.get(request.submission.adapter)
+        if adapter is not None and adapter.draining:
+            self._adapters_changed()
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
@@ -354,7 +353,7 @@ class Cell:
     ) -> adapter_pb2.Adapter:
         """As Registry.add."""
         adapter = self.adapters.add(name, path, digest, rank, replace=replace, from_flags=from_flags)
-        self._drop_drained()
+        self._adapters_changed()
         return adapter
 
     def unload_adapter(self, name: str) -> tuple[adapter_pb2.Adapter, int]:
@@ -364,11 +363,12 @@ class Cell:
             request.submission.adapter == adapter.number and request.num_unfinished > 0
             for request in self.requests.values()
         )
-        self._drop_drained()
+        self._adapters_changed()
         return adapter, users
 
-    def _drop_drained(self) -> None:
-        """Forgets drained adapters that no request has, ended ones that may still be asked for included."""
+    def _adapters_changed(self) -> None:
+        """Forgets drained adapters that no request has, ended ones that may still be asked for included, and tells the
+        store and the gateways."""
         used = {request.submission.adapter for request in self.requests.values()}
         for number, adapter in list(self.adapters.adapters.items()):
             if adapter.draining and number not in used:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import resource
 import signal
-import struct
-import sys
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from kvern_gateway import child
 from kvern_gateway.media.prepare import Preparation, Unprepared, preparation
 
 MEMORY_BYTES = 2 * 2**30
@@ -45,36 +42,16 @@ def prepared(data: bytes, prepare: Preparation, max_pixels: int) -> bytes:
         raise Unprepared("is damaged, or ends early") from None
 
 
-def _read(length: int) -> bytes:
-    data = sys.stdin.buffer.read(length)
-    if len(data) < length:
-        sys.exit(0)
-    return data
-
-
-def _receive() -> bytes:
-    (length,) = struct.unpack("<I", _read(4))
-    return _read(length)
-
-
-def _send(data: bytes) -> None:
-    sys.stdout.buffer.write(struct.pack("<I", len(data)) + data)
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(1)
-    setup: dict[str, Any] = json.loads(_receive())
+    child.confine(MEMORY_BYTES)
+    setup: dict[str, Any] = json.loads(child.receive())
     prepare = preparation(setup["model"], setup["processor"])
     assert prepare is not None, "the gateway has asked before"
     # The limit is ours, and comes before the decoder's.
     Image.MAX_IMAGE_PIXELS = None
-    _send(b"")
+    child.send(b"")
     while True:
-        data = _receive()
+        data = child.receive()
         # Its default action ends the process, also inside a decoder.
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         try:
@@ -82,7 +59,7 @@ def main() -> None:
         except Unprepared as error:
             answer = b"\1" + str(error).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(answer)
+        child.send(answer)
 
 
 if __name__ == "__main__":

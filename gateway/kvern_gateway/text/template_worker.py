@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import resource
 import signal
-import struct
-import sys
 from typing import Any, NoReturn
 
 from jinja2 import Environment, Template, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvern_gateway import child
 
 MEMORY_BYTES = 768 * 2**20
 
@@ -93,35 +91,14 @@ def render(template: Template, variables: dict[str, Any], max_chars: int) -> dic
     return {"text": "".join(pieces)}
 
 
-def _read(length: int) -> bytes:
-    data = sys.stdin.buffer.read(length)
-    if len(data) < length:
-        sys.exit(0)
-    return data
-
-
-def _receive() -> Any:
-    (length,) = struct.unpack("<I", _read(4))
-    return json.loads(_read(length))
-
-
-def _send(value: object) -> None:
-    data = json.dumps(value).encode()
-    sys.stdout.buffer.write(struct.pack("<I", len(data)) + data)
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(1)
-    setup = _receive()
+    child.confine(MEMORY_BYTES)
+    setup = json.loads(child.receive())
     environment = create_environment()
     compiled: dict[str, Template] = {}
-    _send({})
+    child.send(b"{}")
     while True:
-        request = _receive()
+        request = json.loads(child.receive())
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         name = request["template"]
         try:
@@ -132,7 +109,7 @@ def main() -> None:
         else:
             answer = render(compiled[name], request["variables"], setup["max_chars"])
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(answer)
+        child.send(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -166,10 +166,8 @@ def _waits(own: Rows, start: float, until: float) -> Iterator[operations_pb2.Wai
     """Each plan says why it took in no more; that holds until the next one."""
     planned = own["planned"]
     # The plan before the wait began says nothing of it: until the next one, it waits for a step.
-    own, planned = (
-        own[(planned >= start) & (planned < until)],
-        planned[(planned >= start) & (planned < until)],
-    )
+    during = (planned >= start) & (planned < until)
+    own, planned = own[during], planned[during]
     seconds = np.zeros(len(WAIT_REASONS))
     if len(own):
         seconds[0] = planned[0] - start

@@ -183,10 +183,11 @@ class Batch:
 
     def free_before(self, slots: npt.NDArray[np.intp], blocks: npt.NDArray[np.int64]) -> list[U32]:
         """Takes from ``slots`` what they hold of their first ``blocks[i]`` blocks, and returns it."""
-        freeing = slots[blocks > self.num_freed[slots]]
-        if not freeing.size:
+        more = blocks > self.num_freed[slots]
+        if not more.any():
             return []
-        until = np.minimum(blocks[blocks > self.num_freed[slots]], self.num_blocks[freeing])
+        freeing = slots[more]
+        until = np.minimum(blocks[more], self.num_blocks[freeing])
         freed = [
             self.table[slot, first:last].copy()
             for slot, first, last in zip(
